@@ -1,0 +1,44 @@
+"""Where a batch sends its rows, and how it asks for another place when that one is lost.
+
+`Endpoint` is what the client needs to send a request. `ServerLink` is all that the batch knows
+about a server's life: the runner calls it, the Airflow operator gives one in. There are three: a server that
+the task owns, a server handle from another task, and an endpoint that somebody else runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An OpenAI-compatible server that is ready.
+
+    `base_url` ends before `/v1` (for example `http://127.0.0.1:8000`); `model` is the name to send; `api_key`
+    is kept out of `repr`. `owned` says whether the server is one of ours, that can be restarted.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    owned: bool = False
+
+
+class ServerLink(Protocol):
+    """What the runner asks of the server's life. All methods may block; the runner calls them off its event loop."""
+
+    def connect(self) -> Endpoint:
+        """The endpoint to use now. Raises ServerLost or ServerUnreachable when there is none."""
+        ...
+
+    def renew(self) -> None:
+        """Say that the batch moves, so that the server's lease is extended. Never raises for a lost server."""
+        ...
+
+    def recover(self, reason: str) -> Endpoint:
+        """Called once for each loss: bring the server back (own: start it again; foreign: wait for it).
+
+        Raises ServerLost, with the diagnosis where there is one, when it can't be brought back.
+        """
+        ...

@@ -1,0 +1,115 @@
+"""Every error of this package.
+
+    VllmError
+    ├── InvalidInput (ValueError)        nothing was started: a field, file or argument is wrong
+    │   ├── InvalidSpec                  a ServerSpec field
+    │   ├── InvalidHandle                a server handle that is not one of ours
+    │   └── InvalidPrompts               prompts, an input file, an output path
+    ├── ServerError
+    │   ├── StartFailed                  vLLM did not become ready; carries the diagnosis
+    │   ├── ServerLost                   a server that was ready is gone or frozen
+    │   ├── ServerUnreachable            the supervisor's control endpoint does not answer
+    │   ├── StopFailed                   processes are left after a stop
+    │   ├── PreflightFailed              what would fail before the weights are loaded
+    │   └── NoFreeGpu                    not enough free GPUs right now
+    └── BatchError
+        ├── BatchFailed                  too many rows failed, or the engine failed for good
+        └── RequestFailed                one request; `transient` says whether to send it again
+
+Messages say what happened, where the evidence is, and what to do next, in that order.
+"""
+
+from __future__ import annotations
+
+
+class VllmError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class InvalidInput(VllmError, ValueError):
+    """An argument, a field or a file is wrong; nothing was started."""
+
+
+class InvalidSpec(InvalidInput):
+    """A field of a ServerSpec is wrong."""
+
+
+class InvalidHandle(InvalidInput):
+    """A value that should be a server handle is not one."""
+
+
+class InvalidPrompts(InvalidInput):
+    """Prompts, an input file or an output path cannot be used."""
+
+
+class ServerError(VllmError):
+    """A vLLM server could not be started, reached or stopped."""
+
+
+class StartFailed(ServerError):
+    """vLLM did not become ready.
+
+    `exit_status` is vLLM's own (None while it still runs), `stage` the last stage of the start
+    that its log showed, `log_path` the file on the worker, `diagnosis` the JSON form of the
+    Diagnosis (None where none could be made).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        exit_status: int | None = None,
+        stage: str | None = None,
+        log_path: str | None = None,
+        diagnosis: dict | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+        self.stage = stage
+        self.log_path = log_path
+        self.diagnosis = diagnosis
+
+
+class ServerLost(ServerError):
+    """A server that was ready is gone or frozen; `diagnosis` as in StartFailed."""
+
+    def __init__(self, message: str, *, diagnosis: dict | None = None) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
+
+
+class ServerUnreachable(ServerError):
+    """The supervisor's control endpoint does not answer, or refuses the token."""
+
+
+class StopFailed(ServerError):
+    """Processes of a server are left after a stop; the message names them by pid."""
+
+
+class PreflightFailed(ServerError):
+    """Something that would fail later was found before the weights were loaded."""
+
+
+class NoFreeGpu(ServerError):
+    """Not enough free GPUs on this host right now."""
+
+
+class BatchError(VllmError):
+    """A batch did not end well; the answered rows are kept."""
+
+
+class BatchFailed(BatchError):
+    """Too many rows failed, or the engine failed for good; `manifest` holds the counts."""
+
+    def __init__(self, message: str, *, manifest: dict | None = None) -> None:
+        super().__init__(message)
+        self.manifest = manifest
+
+
+class RequestFailed(BatchError):
+    """One request failed; `transient` says whether sending it again can help."""
+
+    def __init__(self, message: str, *, status: int | None = None, transient: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.transient = transient
