@@ -1,0 +1,46 @@
+"""The child's environment: the worker's own goes in, an allow-list of it comes out.
+
+A worker's environment holds database, broker and cloud passwords (`AIRFLOW__*` above all). None of
+them reaches vLLM unless a ServerSpec names the variable in `env`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+MASK = "***"
+
+_ALLOWED_NAMES = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH NO_COLOR DO_NOT_TRACK "
+    "XDG_CACHE_HOME XDG_CONFIG_HOME HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy https_proxy "
+    "no_proxy all_proxy SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE CC CXX "
+    "HF_HOME HF_ENDPOINT HF_TOKEN HF_TOKEN_PATH HUGGING_FACE_HUB_TOKEN MODELSCOPE_CACHE KMP_AFFINITY "
+    "GLOG_minloglevel".split()
+)
+_ALLOWED_PREFIXES = (
+    "LC_ CUDA_ NVIDIA_ NCCL_ VLLM_ HF_HUB_ HF_XET_ TRANSFORMERS_ TOKENIZERS_ TORCH_ TORCHINDUCTOR_ PYTORCH_ "
+    "TRITON_ FLASHINFER_ OMP_ MKL_ GLOO_ UCX_ RAY_ ROCM_ HIP_ HSA_ ROCR_ SLURM_ TP_"
+).split()
+_DENIED_NAMES = frozenset({"VLLM_API_KEY"})
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|KEY|KEYS|APIKEY|SECRET|SECRETS|PASSWORD|PASSWD|PWD|CREDENTIAL|CREDENTIALS|AUTH)(_|$)"
+    r"|PASSWORD|SECRET|APIKEY|API_KEY",
+    re.IGNORECASE,
+)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a variable of this name probably holds a secret."""
+    return bool(_SECRET_NAME.search(name))
+
+
+def allowed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that vLLM may see."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _DENIED_NAMES
+        and (name in _ALLOWED_NAMES or any(name.startswith(prefix) for prefix in _ALLOWED_PREFIXES))
+    }
