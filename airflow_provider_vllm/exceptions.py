@@ -11,7 +11,8 @@
     │   ├── ServerUnreachable            the supervisor's control endpoint does not answer
     │   ├── StopFailed                   processes are left after a stop
     │   ├── PreflightFailed              what would fail before the weights are loaded
-    │   └── NoFreeGpu                    not enough free GPUs right now
+    │   ├── NoFreeGpu                    not enough free GPUs right now
+    │   └── InsecurePath                 a folder or file that others could have prepared or read
     └── BatchError
         ├── BatchFailed                  too many rows failed, or the engine failed for good
         └── RequestFailed                one request; `transient` says whether to send it again
@@ -92,6 +93,10 @@ class PreflightFailed(ServerError):
 
 class NoFreeGpu(ServerError):
     """Not enough free GPUs on this host right now."""
+
+
+class InsecurePath(ServerError):
+    """A folder or file of ours is a symlink, another user's, or open to others; it is refused."""
 
 
 class BatchError(VllmError):
