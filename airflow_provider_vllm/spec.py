@@ -219,6 +219,8 @@ def _text(name: str, value: Any) -> str:
         raise InvalidSpec(f"ServerSpec.{name} is {value!r}: it has to be a text that is not empty.")
     if "\0" in value or "\n" in value:
         raise InvalidSpec(f"ServerSpec.{name} holds a line break or NUL: give one line.")
+    if value.startswith("-"):
+        raise InvalidSpec(f"ServerSpec.{name} is {value!r}: it would be read as an option of vLLM.")
     return value
 
 
@@ -313,7 +315,7 @@ def _lora(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and k and "=" not in k and isinstance(v, str) and v for k, v in value.items()
+        isinstance(k, str) and re.match(r"^\w[^=]*$", k) and isinstance(v, str) and v for k, v in value.items()
     ):
         raise InvalidSpec(f"ServerSpec.lora_modules is {value!r}: give a dict of adapter name to path.")
     return dict(value) or None

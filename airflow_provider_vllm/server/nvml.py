@@ -76,7 +76,7 @@ def driver_version() -> str:
 @contextmanager
 def started() -> Iterator[Any]:
     """A started NVML; raises what pynvml raises, ImportError included."""
-    import pynvml  # type: ignore[import-untyped]
+    import pynvml
 
     pynvml.nvmlInit()
     try:
@@ -155,7 +155,7 @@ def _mig_enabled(nvml: Any, handle: Any) -> bool:
 
 
 def _why_no_driver(error: Exception) -> str:
-    import pynvml  # type: ignore[import-untyped]
+    import pynvml
 
     if isinstance(error, pynvml.NVMLError_LibraryNotFound):
         return f"no NVIDIA driver on this host: {LIBRARY} was not found"

@@ -1,0 +1,1 @@
+"""What `preflight` looks at, one subject per module; each gives findings and changes nothing."""

@@ -1,0 +1,38 @@
+"""What a check says: a frozen Finding, with its number and the setting to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that will fail, or that probably will.
+
+    `check` is a stable id, `level` "error" where the start cannot succeed, `message` what was found
+    with its number, `fix` the setting to change.
+    """
+
+    check: str
+    level: Literal["error", "warning"]
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"[{self.check}] {self.message} {self.fix}"
+
+
+def error(check: str, message: str, fix: str) -> Finding:
+    return Finding(check, "error", message, fix)
+
+
+def warning(check: str, message: str, fix: str) -> Finding:
+    return Finding(check, "warning", message, fix)
+
+
+def gib(size: float) -> str:
+    """Bytes for people: `14.96 GiB`, and MiB below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 1024**2:.1f} MiB"

@@ -1,0 +1,167 @@
+"""What this worker itself offers: memory, shared memory, disk, port, limits.
+
+Readers give numbers; `..._findings` compare them. Linux only, cgroups of both versions.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from airflow_provider_vllm.server.checks.finding import Finding, error, gib, warning
+
+_NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "gpfs", "ceph", "glusterfs", "beegfs")
+_NETWORK_FUSE = ("fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs")
+_CONTAINER_DEFAULT_SHM = 64 * 1024**2
+_LEAST_SHM = 16 * 1024**2
+_LEAST_FILES = 4096
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(available, total) bytes: this machine's, or a tighter limit of a cgroup around us."""
+    meminfo = (root / "proc/meminfo").read_text(encoding="ascii")
+    fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+    total, available = (int(fields[n].split()[0]) * 1024 for n in ("MemTotal", "MemAvailable"))
+    for limit, used in _cgroup_limits(root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return available, total
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) bytes of our cgroup and of those above it. Page cache that can be dropped is
+    not counted as used."""
+    base, names, cache_name = _memory_cgroup(root)
+    for folder in (base, *base.parents):
+        try:
+            limit = (folder / names[0]).read_text(encoding="ascii").strip()
+            used = int((folder / names[1]).read_text(encoding="ascii"))
+            stat = (folder / "memory.stat").read_text(encoding="ascii")
+        except (OSError, ValueError):
+            if folder == root / "sys/fs/cgroup":
+                return
+            continue
+        fields = dict(line.split(" ", 1) for line in stat.splitlines())
+        if limit != "max":
+            yield int(limit), max(0, used - int(fields.get(cache_name, 0)))
+
+
+def _memory_cgroup(root: Path) -> tuple[Path, tuple[str, str], str]:
+    mount = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            # Inside a container the path is the host's, and its own cgroup is the mount itself.
+            return _existing(mount / "memory", path), names, "total_inactive_file"
+    path = line.split(":", 2)[2]
+    return _existing(mount, path), ("memory.max", "memory.current"), "inactive_file"
+
+
+def _existing(mount: Path, path: str) -> Path:
+    folder = mount / path.lstrip("/")
+    return folder if folder.is_dir() else mount
+
+
+def shm_findings(workers: int, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Whether several worker processes have room to talk to each other through /dev/shm."""
+    if workers < 2:
+        return
+    grow = "Give the container more: `--shm-size=2g` or `ipc: host`, in Kubernetes an emptyDir of "
+    grow += "medium Memory at /dev/shm."
+    try:
+        stat = os.statvfs(folder)
+    except OSError as exc:
+        yield error("shm", f"{folder} cannot be used: {exc.strerror}.", grow)
+        return
+    size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    message = (
+        f"{workers} worker processes share {folder}; {gib(free)} of {gib(size)} are free there"
+    )
+    if free < _LEAST_SHM:
+        yield error("shm", f"{message}.", grow)
+    elif size <= _CONTAINER_DEFAULT_SHM:
+        yield warning("shm", f"{message}, a container's default.", grow)
+
+
+def free_disk(path: Path) -> int:
+    """Bytes that this user can still write at `path`, or where it would be made."""
+    stat = os.statvfs(_nearest(path))
+    return stat.f_frsize * stat.f_bavail
+
+
+def writable_findings(check: str, path: Path, fix: str) -> Iterator[Finding]:
+    """Whether this user can write in `path`, or make it."""
+    nearest = _nearest(path)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        user = os.geteuid()
+        yield error(check, f"{path} cannot be written by user {user}, who runs this.", fix)
+
+
+def _nearest(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the filesystem that `path` is on (or would be made on)."""
+    real, best, kind = os.path.realpath(path), "", ""
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        point, fstype = (part.replace("\\040", " ") for part in line.split(" ")[1:3])
+        inside = point == "/" or real == point or real.startswith(point + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fstype
+    return kind
+
+
+def state_root_findings(
+    state_root: Path, mounts: Path = Path("/proc/self/mounts")
+) -> Iterator[Finding]:
+    fix = "Set `[vllm] state_root` to a folder on this worker's own disk."
+    yield from writable_findings("state-root", state_root, fix)
+    kind = filesystem(state_root, mounts)
+    if kind.startswith(_NETWORK_FILESYSTEMS) or kind in _NETWORK_FUSE:
+        message = f"{state_root} is on a network filesystem ({kind}): GPU locks may not hold there."
+        yield warning("state-root", message, fix)
+
+
+def port_findings(host: str, port: int) -> Iterator[Finding]:
+    """Whether `port` can be listened on now; 0 (any free one) always can."""
+    if not port:
+        return
+    fix = "Set `port=0` for a free one, or another port."
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as exc:
+        yield error("host", f"{host!r} is no address: {exc.strerror}.", "Correct `host`.")
+    except OSError as exc:
+        if exc.errno == errno.EADDRNOTAVAIL:
+            message = f"{host} is not an address of this worker."
+            yield error("host", message, "Set `host` to one of its own, or to 127.0.0.1.")
+        else:
+            reason = "is taken" if exc.errno == errno.EADDRINUSE else os.strerror(exc.errno or 0)
+            yield error("port", f"Port {port} on {host}: {reason}.", fix)
+
+
+def limit_findings() -> Iterator[Finding]:
+    """Open files: vLLM raises the soft limit itself, so that only the hard one counts. Address
+    space: CUDA maps far more than it uses."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
+        message = (
+            f"At most {files} files can be open (hard limit), and each request in flight is one."
+        )
+        fix = "Raise it for the worker: `ulimit -Hn 65535`, LimitNOFILE= in systemd."
+        yield warning("ulimit-files", message, fix)
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space != resource.RLIM_INFINITY:
+        message = f"The address space of a process is limited to {gib(space)}; vLLM maps far more."
+        yield warning("ulimit-memory", message, "Lift it for the worker: `ulimit -v unlimited`.")

@@ -1,0 +1,163 @@
+"""Starting a server: a ServerSpec goes in, a ServerHandle comes out once its supervisor runs.
+
+A start first removes what earlier starts left on this host, then supersedes earlier starts of the same
+server. The supervisor is detached: it has no terminal, no pipe and no session in common with the task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import airflow_provider_vllm
+from airflow_provider_vllm.environment import allowed
+from airflow_provider_vllm.exceptions import InvalidSpec, PreflightFailed, ServerError
+from airflow_provider_vllm.server import gpus as gpu_list
+from airflow_provider_vllm.server.handle import ServerHandle
+from airflow_provider_vllm.server.order import Order, new_key, port_is_taken
+from airflow_provider_vllm.server.processes import ProcessId, identity_of
+from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot, write_private
+from airflow_provider_vllm.server.stop import stop_generation, sweep
+from airflow_provider_vllm.spec import ServerSpec
+
+# A supervisor writes its first state within about half a second.
+SUPERVISOR_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the worker and the task add to a spec.
+
+    `python` is the interpreter that has vLLM when the spec names none; `owner` the process with which the server
+    ends; `key` the server's key when a connection gives it; `hf_token` the hub token.
+    """
+
+    python: str = sys.executable
+    owner: ProcessId | None = None
+    task: str | None = None
+    key: str | None = None
+    hf_token: str | None = None
+    keep_failed_days: float = 7
+
+
+def launch(spec: ServerSpec, server_id: str, root: StateRoot, options: LaunchOptions) -> ServerHandle:
+    """Start a server; returns as soon as its supervisor runs, long before it is ready.
+
+    Raises InvalidSpec, PreflightFailed, ServerError; nothing is left behind then.
+    """
+    spec = resolve(spec)
+    python = check(spec, root, options)
+    sweep(root, keep_failed_days=options.keep_failed_days)
+    with root.server_lock(server_id):
+        for earlier in root.generations(server_id):
+            stop_generation(earlier, "superseded by a newer start")
+        if spec.port and port_is_taken(spec.host, spec.port):
+            raise InvalidSpec(
+                f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. Use port=0 for a free one, or end "
+                f"what listens there (`ss -ltnp 'sport = :{spec.port}'` names it)."
+            )
+        directory = root.new_generation(server_id)
+        number, _, nonce = directory.path.name.partition("-")
+        order = Order(server_id, int(number), nonce, spec, python, options.owner, options.task)
+        write_private(directory.key_file, options.key or new_key())
+        order.write(directory)
+        current = _start_supervisor(directory, options)
+    return handle_of(current, spec)
+
+
+def resolve(spec: ServerSpec) -> ServerSpec:
+    """The spec with its number of GPUs settled for this worker."""
+    if spec.gpus is not None:
+        return spec
+    return ServerSpec.of({**spec.to_json(), "gpus": 1 if gpu_list.driver_present() else 0})
+
+
+def check(spec: ServerSpec, root: StateRoot, options: LaunchOptions) -> str:
+    """What can be known to fail before anything is started; returns the interpreter.
+
+    Raises InvalidSpec, PreflightFailed.
+    """
+
+    from airflow_provider_vllm.server.interpreter import require_vllm
+
+    python = spec.python or options.python
+    if not spec.command:
+        python = require_vllm(python).path
+    if spec.preflight == "off" or spec.command:
+        return python
+    from airflow_provider_vllm.server import preflight
+
+    found = preflight.check(
+        ServerSpec.of({**spec.to_json(), "python": python}),
+        gpus=gpu_list.list_gpus(),
+        state_root=root.path,
+        environ={**allowed(os.environ), **spec.env},
+    )
+    errors = [finding for finding in found if finding.level == "error"]
+    for finding in found:
+        log.warning("preflight: %s", finding)
+    if errors and spec.preflight == "fail":
+        raise PreflightFailed("\n".join(f"{finding.message} {finding.fix}" for finding in errors))
+    return python
+
+
+def handle_of(current: ServerState, spec: ServerSpec) -> ServerHandle:
+    return ServerHandle(
+        server_id=current.server_id,
+        generation=current.generation,
+        nonce=current.nonce,
+        host=current.host,
+        base_url=current.base_url,
+        control_url=current.control_url or "",
+        model=current.model,
+        spec=spec.public(),
+    )
+
+
+def _start_supervisor(directory: GenerationDir, options: LaunchOptions) -> ServerState:
+    fd = os.open(directory.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "airflow_provider_vllm.server.supervisor", str(directory.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=fd,
+            stderr=fd,
+            env=_environ(options),
+            cwd="/",
+            start_new_session=True,
+        )
+    finally:
+        os.close(fd)
+    started = identity_of(process.pid)
+    deadline = time.monotonic() + SUPERVISOR_S
+    while True:
+        current = directory.read()
+        if current is not None and current.control_url:
+            return current
+        if process.poll() is not None or time.monotonic() > deadline:
+            if started:
+                started.signal(9)
+            tail = directory.supervisor_log.read_text(errors="replace")[-2000:]
+            raise ServerError(
+                f"The supervisor of {directory.server_dir.name} did not start (exit status {process.poll()}). Its log is "
+                f"{directory.supervisor_log}:\n{tail}"
+            )
+        time.sleep(0.05)
+
+
+def _environ(options: LaunchOptions) -> Mapping[str, str]:
+    """The supervisor sees no more of the worker's environment than vLLM does."""
+    package_parent = str(Path(airflow_provider_vllm.__file__).resolve().parent.parent)
+    environ = allowed(os.environ)
+    environ["PYTHONPATH"] = package_parent
+    if options.hf_token:
+        environ["HF_TOKEN"] = options.hf_token
+    return environ

@@ -1,0 +1,114 @@
+"""What a supervisor is told to start, and where: written by `launch`, read by the supervisor.
+
+The file is 0600 in a 0700 directory, since `spec.env` may hold what the worker alone should know.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_provider_vllm.environment import allowed
+from airflow_provider_vllm.server.gpus import visible_devices
+from airflow_provider_vllm.server.interpreter import inspect
+from airflow_provider_vllm.server.processes import ProcessId
+from airflow_provider_vllm.server.state import GenerationDir, read_json, write_json
+from airflow_provider_vllm.spec import ServerSpec
+
+
+@dataclass(frozen=True)
+class Order:
+    """One start. `python` has vLLM; `owner` is the process with which the server ends until it is released;
+    `task` names the Airflow task for people; `gpus` is resolved for this worker."""
+
+    server_id: str
+    generation: int
+    nonce: str
+    spec: ServerSpec
+    python: str
+    owner: ProcessId | None
+    task: str | None
+
+    def write(self, directory: GenerationDir) -> None:
+        data = dict(self.__dict__)
+        data["spec"] = self.spec.to_json()
+        data["owner"] = self.owner.to_json() if self.owner else None
+        write_json(directory.spec_file, data)
+
+    @classmethod
+    def read(cls, directory: GenerationDir) -> Order:
+        data = read_json(directory.spec_file)
+        if data is None:
+            raise FileNotFoundError(directory.spec_file)
+        data["spec"] = ServerSpec.of(data["spec"])
+        data["owner"] = ProcessId.from_json(data["owner"])
+        return cls(**data)
+
+    def command(self, port: int) -> list[str]:
+        """The command line of vLLM on `port`. Holds no secret."""
+        spec = self.spec
+        if spec.command:
+            known = {"{port}": str(port), "{host}": spec.host, "{model}": spec.served_model_name}
+            return [_fill(word, known) for word in spec.command]
+        words = inspect(self.python).serve_command(spec.model)
+        words += [
+            f"--served-model-name={spec.served_model_name}",
+            f"--host={spec.host}",
+            f"--port={port}",
+            *spec.engine_argv(),
+        ]
+        if spec.lora_modules:
+            if "enable_lora" not in {name.replace("-", "_") for name in spec.engine_args}:
+                words.append("--enable-lora")
+            words += ["--lora-modules", *(f"{name}={path}" for name, path in spec.lora_modules.items())]
+        return words
+
+    def environ(self, environ: Mapping[str, str], key: str, gpus: tuple[str, ...]) -> dict[str, str]:
+        """The environment of vLLM: the allowed part of `environ`, the key, the GPUs, and the spec's own."""
+        out = allowed(environ)
+        out["PYTHONUNBUFFERED"] = "1"
+        out["VLLM_API_KEY"] = key
+        out["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)
+        # vLLM's own limit for the engine (600 s by default) must not end a start that may take longer.
+        out["VLLM_ENGINE_READY_TIMEOUT_S"] = str(max(600, int(self.spec.startup_timeout)))
+        return {**out, **self.spec.env}
+
+
+def _fill(word: str, known: Mapping[str, str]) -> str:
+    for name, value in known.items():
+        word = word.replace(name, value)
+    return word
+
+
+def free_port(host: str) -> int:
+    """A port that is free on `host` right now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def port_is_taken(host: str, port: int) -> bool:
+    """Whether another process listens on `host`:`port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL under which others reach what listens on `host`."""
+    if host in ("0.0.0.0", "::", ""):
+        host = socket.getfqdn()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def new_key() -> str:
+    return secrets.token_urlsafe(32)

@@ -1,0 +1,54 @@
+"""/dev/shm: which segments a server's own processes have mapped, and their removal after a kill.
+
+The names alone (`psm_…`, `sem.mp-…`, `vllm_dist_…`) belong to other programs too, so only what was
+seen in the maps of the tree is ever removed, and only when no living process maps it any more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+
+
+def mapped(pids: Iterable[int]) -> set[str]:
+    """Names of the files in /dev/shm that these processes have mapped (those still linked)."""
+    found: set[str] = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", errors="replace") as maps:
+                for line in maps:
+                    _, slash, name = line.rstrip("\n").partition("/dev/shm/")
+                    if slash and not name.endswith(" (deleted)"):
+                        found.add(name)
+        except OSError:
+            continue
+    return found
+
+
+def remove(names: Iterable[str]) -> list[str]:
+    """Remove the segments of these names that nobody maps; returns what was removed."""
+    names = {name for name in names if _is_segment(name)}
+    if not names:
+        return []
+    in_use = mapped(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    removed = []
+    for name in sorted(names - in_use):
+        try:
+            (SHM / name).unlink()
+        except OSError:
+            continue
+        removed.append(name)
+    return removed
+
+
+def _is_segment(name: str) -> bool:
+    path = SHM / name
+    if "/" in name or name in ("", ".", ".."):
+        return False
+    try:
+        return not path.is_symlink() and path.is_file() and path.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
