@@ -15,11 +15,12 @@ import ctypes
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from airflow_provider_vllm.server import nvml
 from airflow_provider_vllm.server.nvml import Gpu, GpuProcess
+from airflow_provider_vllm.server.sizes import GIB, gib
 
-GIB = 1024**3
 # The inode that the kernel gives the first pid namespace (PROC_PID_INIT_INO).
 _HOST_PID_NAMESPACE = "pid:[4026531836]"
 
@@ -57,7 +58,7 @@ class NotReturned:
     holders: tuple[GpuProcess, ...]
 
     def __str__(self) -> str:
-        held = f"{self.uuid}: {self.missing_bytes / GIB:.2f} GiB more in use than before the start"
+        held = f"{self.uuid}: {gib(self.missing_bytes)} more in use than before the start"
         if not self.holders:
             return f"{held}; NVML shows no process that holds it"
         return f"{held}; held by " + ", ".join(describe_process(p) for p in self.holders)
@@ -152,6 +153,23 @@ def visible_devices(uuids: Iterable[str]) -> str:
     return ",".join(uuids)
 
 
+def device_environ(
+    uuids: Sequence[str], gpus: Sequence[Gpu], *, reads_uuids: bool = True
+) -> dict[str, str]:
+    """The variables that show a server exactly the GPUs `uuids`, () hiding all.
+
+    A vLLM that does not read UUIDs (`Interpreter.reads_gpu_uuids`) gets NVML's indices and the
+    order in which they hold. Raises KeyError for a UUID that `gpus` does not have then.
+    """
+    if reads_uuids or not uuids:
+        return {"CUDA_VISIBLE_DEVICES": visible_devices(uuids)}
+    index = {gpu.uuid: str(gpu.index) for gpu in gpus if not gpu.is_mig}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(index[uuid] for uuid in uuids),
+    }
+
+
 def memory_returned(
     before: Sequence[Gpu], after: Sequence[Gpu], tolerance: int = GIB // 2
 ) -> tuple[NotReturned, ...]:
@@ -179,20 +197,20 @@ def describe_process(process: GpuProcess) -> str:
     facts = []
     if _sees_host_pids():
         try:
-            with open(f"/proc/{process.pid}/comm", encoding="utf-8", errors="replace") as comm:
-                facts.append(comm.read().strip())
+            comm = Path(f"/proc/{process.pid}/comm")
+            facts.append(comm.read_text(encoding="utf-8", errors="replace").strip())
         except OSError:
             facts.append("not visible")
     else:
         facts.append("the host's number")
     if process.used_bytes is not None:
-        facts.append(f"{process.used_bytes / GIB:.1f} GiB")
+        facts.append(f"{gib(process.used_bytes)}")
     return f"pid {process.pid} ({', '.join(facts)})"
 
 
 def _sees_host_pids() -> bool:
     try:
-        return os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE
+        return str(Path("/proc/self/ns/pid").readlink()) == _HOST_PID_NAMESPACE
     except OSError:
         return False
 
@@ -237,8 +255,8 @@ def _held_because(
     needed = max(min_free_bytes, int(gpu.total_bytes * min_free_fraction))
     if gpu.free_bytes >= needed:
         return None
-    lack = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
-    lack += f", {needed / GIB:.1f} GiB needed"
+    lack = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
+    lack += f", {gib(needed)} needed"
     if gpu.processes:
         lack += "; in use by " + ", ".join(describe_process(p) for p in gpu.processes)
     return lack

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_provider_vllm.server import host_memory
+
 LIBRARY = "libnvidia-ml.so.1"
 
 
@@ -129,14 +131,8 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
         return info.total, info.free
     except nvml.NVMLError_NotSupported:
-        return _host_memory()
-
-
-def _host_memory() -> tuple[int, int]:
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return total, free
+        available, total = host_memory.available_and_total()
+        return total, available
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:

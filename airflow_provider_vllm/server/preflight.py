@@ -18,6 +18,7 @@ from pathlib import Path
 
 from airflow_provider_vllm.environment import allowed
 from airflow_provider_vllm.exceptions import PreflightFailed
+from airflow_provider_vllm.server import host_memory
 from airflow_provider_vllm.server.checks import host, interpreter, lora, memory, model
 from airflow_provider_vllm.server.checks.finding import Finding, error
 from airflow_provider_vllm.server.checks.options import Options
@@ -97,7 +98,7 @@ def _model_findings(
         found, findings = model.read_weights(found, options, offline=offline, deadline=deadline)
         yield from findings
     yield from lora.findings(spec.lora_modules, options, found.text_config if found else None)
-    available, total = host.memory()
+    available, total = host_memory.available_and_total()
     if gpus:
         yield from memory.gpu_findings(found, options, gpus)
         yield from memory.offload_findings(options, available)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GIB = 1024**3
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -31,8 +29,3 @@ def error(check: str, message: str, fix: str) -> Finding:
 
 def warning(check: str, message: str, fix: str) -> Finding:
     return Finding(check, "warning", message, fix)
-
-
-def gib(size: float) -> str:
-    """Bytes for people: `14.96 GiB`, and MiB below a tenth of one."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 1024**2:.1f} MiB"

@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from airflow_provider_vllm.server.checks.finding import GIB, Finding, error, gib, warning
+from airflow_provider_vllm.server.checks.finding import Finding, error, warning
 from airflow_provider_vllm.server.checks.model import Model
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.gpus import Gpu, describe_process
+from airflow_provider_vllm.server.sizes import GIB, gib
 
 _FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _WIDE = ("float32", "float")
@@ -211,8 +212,10 @@ def cpu_findings(
     weights = (weight_bytes(model, options) if model else None) or 0
     needed = weights * options.data_parallel + (kv or 0) * options.workers
     if needed > available:
-        parts = f"{gib(weights)} of weights"
-        parts += f" and {options.workers} x {gib(kv)} of KV cache" if kv else ""
+        parts = " and ".join(
+            [f"{gib(weights)} of weights"] * bool(weights)
+            + [f"{options.workers} x {gib(kv or 0)} of KV cache"] * bool(kv)
+        )
         message = f"A CPU server needs at least {parts}; {gib(available)} of memory are available."
         fix = "Set `env={'VLLM_CPU_KVCACHE_SPACE': ...}` lower, take a smaller or quantized model, "
         yield error("memory", message, fix + "or a worker with more memory.")
