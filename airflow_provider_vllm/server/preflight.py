@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from airflow_provider_vllm.environment import allowed
-from airflow_provider_vllm.exceptions import PreflightFailed
-from airflow_provider_vllm.server import host_memory
+from airflow_provider_vllm.exceptions import InsecurePath, PreflightFailed
+from airflow_provider_vllm.server import gpu_locks, host_memory
 from airflow_provider_vllm.server.checks import host, interpreter, lora, memory, model
 from airflow_provider_vllm.server.checks.finding import Finding, error
 from airflow_provider_vllm.server.checks.options import Options
-from airflow_provider_vllm.server.gpus import Gpu
+from airflow_provider_vllm.server.gpus import Gpu, Shortage, choose, driver_status
 from airflow_provider_vllm.spec import ServerSpec
 
 __all__ = ["Finding", "check", "enforce"]
@@ -39,14 +39,15 @@ def check(
 ) -> tuple[Finding, ...]:
     """Everything that is wrong with starting `spec` here, errors first.
 
-    `gpus`: those that the server will have, () for a CPU server. `environ`: the worker's own
-    environment; what vLLM would see of it is what is checked. `python`: the interpreter where the
-    spec names none. `budget_s` bounds the two checks that read much or wait: a slow disk gives a
-    warning, never a long wait.
+    `gpus`: this worker's (`gpus.list_gpus()`). `environ`: its environment; what vLLM would see of
+    it is what is checked. `python`: the interpreter where the spec names none. `budget_s` bounds
+    the two checks that read much or wait: a slow disk gives a warning, never a long wait.
     """
     deadline = time.monotonic() + budget_s
     child = {**allowed(environ), **spec.env}
+    gpus, gpu_findings = _gpus_of(spec, gpus, state_root)
     found = [
+        *gpu_findings,
         *_command_findings(spec, gpus, child, python, budget_s),
         *host.state_root_findings(state_root),
         *host.port_findings(spec.host, spec.port),
@@ -65,6 +66,27 @@ def enforce(findings: Sequence[Finding], mode: str) -> None:
             f"vLLM was not started: {len(errors)} thing(s) would make it fail.\n{what}\n"
             "Change what is named above; preflight='warn' starts it all the same."
         )
+
+
+def _gpus_of(
+    spec: ServerSpec, gpus: Sequence[Gpu], state_root: Path
+) -> tuple[Sequence[Gpu], list[Finding]]:
+    """The GPUs that the server would get now, or, where it has to wait, some that it may get."""
+    asked = spec.gpus if spec.gpus is not None else min(1, len(gpus))
+    wanted = asked if isinstance(asked, tuple) else ()
+    count = len(wanted) if isinstance(asked, tuple) else asked
+    try:
+        locked = gpu_locks.locked(state_root / "locks")
+    except InsecurePath as exc:
+        return (), [error("state-root", str(exc), "Set `[vllm] state_root` to another folder.")]
+    choice = choose(gpus, count, locked=locked, wanted=wanted)
+    if isinstance(choice, Shortage) and choice.waiting_helps:
+        choice = choose(gpus, count, wanted=wanted)
+    if isinstance(choice, Shortage):
+        message = str(choice) if gpus else f"{count} GPU(s) asked for: {driver_status()}."
+        return (), [error("gpu-count", message, "Set `gpus` to what this worker has.")]
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    return [by_uuid[uuid] for uuid in choice], []
 
 
 def _command_findings(

@@ -159,7 +159,8 @@ def _not_free(gpu: Gpu, options: Options) -> Finding:
     fix = "End what uses this GPU, or take another one."
     if fitting > 0:
         fix = f"Set `gpu_memory_utilization={fitting:g}`, end what uses this GPU, or take another."
-    return error("gpu-memory", message, fix)
+    # What holds it may be gone in a minute: waiting for a GPU is another one's decision.
+    return warning("gpu-memory", message, fix)
 
 
 def _weights_too_big(weights: int, mine: int, budget: int, gpu: Gpu, options: Options) -> Finding:
