@@ -1,0 +1,187 @@
+"""A server's reply in, the row's line in the results or errors file out.
+
+Lines have the form of OpenAI batch results: `id`, `custom_id`, `response` (`status_code`, `request_id`, `body`), `error`.
+Invariant: the same reply gives the same bytes; ids come from the row's key, not from a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import orjson
+
+from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
+from airflow_provider_vllm.batch.rows import CHAT, COMPLETIONS, RESPONSES, BadRow, Row
+from airflow_provider_vllm.batch.spec import ENDPOINTS
+
+ITEMS = {
+    CHAT: "choices",
+    COMPLETIONS: "choices",
+    ENDPOINTS["embeddings"]: "data",
+    ENDPOINTS["score"]: "data",
+    ENDPOINTS["rerank"]: "results",
+    ENDPOINTS["classify"]: "data",
+    ENDPOINTS["pooling"]: "data",
+    RESPONSES: "output",
+}
+Check = Callable[[str], "str | None"]
+
+
+class Kind(Enum):
+    """What a failed request means for its row."""
+
+    UNSENT = "never reached the server"
+    DOUBTFUL = "the server may be dead"
+    BUSY = "the server asks to wait"
+    TIMEOUT = "no answer in time"
+    REJECTED = "the request is wrong"
+    FATAL = "no request can work"
+
+
+class Answer(NamedTuple):
+    """A good reply."""
+
+    line: bytes
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class NotAnAnswer(Exception):
+    """Status 200 with something else than an answer."""
+
+
+class InvalidOutput(Exception):
+    """An answer that breaks the output schema."""
+
+
+def classify(reply: Reply) -> Kind:
+    """Why a reply without status 200 came, as far as it alone can say."""
+    if reply.error:
+        if reply.error in REFUSED:
+            return Kind.UNSENT
+        if reply.error in MISCONFIGURED:
+            return Kind.FATAL
+        return Kind.TIMEOUT if reply.error == TIMED_OUT else Kind.DOUBTFUL
+    if reply.status in (401, 403):
+        return Kind.FATAL
+    if reply.status in (408, 425, 429):
+        return Kind.BUSY
+    return Kind.REJECTED if 400 <= reply.status < 500 else Kind.DOUBTFUL
+
+
+def answer(row: Row, raw: bytes, check: Check | None = None) -> Answer:
+    """The results line of a reply with status 200. Raises NotAnAnswer, InvalidOutput."""
+    try:
+        body = orjson.loads(raw)
+        items = body[ITEMS[row.url]]
+        usage = body.get("usage") or {}
+        request_id = body.get("id")
+        if not items or not isinstance(items, list):
+            raise NotAnAnswer("the answer is empty")
+    except orjson.JSONDecodeError as error:
+        raise NotAnAnswer(f"the answer is not JSON: {error}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise NotAnAnswer(f"the answer is not one of {row.url}") from None
+    if b"\n" in raw:
+        raw = orjson.dumps(body)
+    if check is not None and (wrong := check_output(row.url, body, check)) is not None:
+        raise InvalidOutput(wrong)
+    line = b'{"id":"vllm-%016x","custom_id":%b,"response":{"status_code":200,"request_id":%b,"body":%b},"error":null}' % (
+        row.key, orjson.dumps(row.custom_id), orjson.dumps(request_id), raw,
+    )  # fmt: skip
+    return Answer(line, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+
+
+def check_output(url: str, body: dict[str, Any], check: Check) -> str | None:
+    """What is wrong with the first answer text that breaks the schema."""
+    for text in texts(url, body):
+        wrong = check(text) if isinstance(text, str) else "the answer has no text"
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def texts(url: str, body: dict[str, Any]) -> list[Any]:
+    """The answers of one response body: texts, vectors, scores, labels."""
+    items = body[ITEMS[url]]
+    if url == CHAT:
+        return [item["message"].get("content") for item in items]
+    if url == COMPLETIONS:
+        return [item.get("text") for item in items]
+    if url == RESPONSES:
+        parts = [part for item in items for part in item.get("content") or ()]
+        return ["".join(part.get("text") or "" for part in parts)]
+    if url == ENDPOINTS["embeddings"]:
+        return [item.get("embedding") for item in items]
+    if url == ENDPOINTS["score"]:
+        return [item.get("score") for item in items]
+    if url == ENDPOINTS["classify"]:
+        return [item.get("label") for item in items]
+    if url == ENDPOINTS["pooling"]:
+        return [item.get("data") for item in items]
+    return [items]
+
+
+def value(url: str, body: dict[str, Any]) -> Any:
+    """The answer as one value: the only one, or a list of several (`n` above 1)."""
+    found = texts(url, body)
+    return found[0] if len(found) == 1 else found
+
+
+def error_line(
+    row: Row | BadRow,
+    code: str,
+    message: str,
+    *,
+    status: int | None = None,
+    body: bytes | None = None,
+    detail: dict[str, Any] | None = None,
+) -> bytes:
+    """The line of a failed row; with `status`, the server's own body is kept."""
+    response = None
+    if status is not None:
+        parsed: Any
+        try:
+            parsed = orjson.loads(body or b"null")
+        except orjson.JSONDecodeError:
+            parsed = (body or b"").decode("utf-8", "replace")
+        response = {"status_code": status, "request_id": None, "body": parsed}
+    key = row.key if isinstance(row, Row) else row.number
+    return orjson.dumps(
+        {
+            "id": f"vllm-{key:016x}",
+            "custom_id": row.custom_id,
+            "response": response,
+            "error": {"code": code, "message": clean(message), **(detail or {})},
+        }
+    )
+
+
+def bad_row_line(row: BadRow) -> bytes:
+    """The line of a record that was never sent."""
+    detail = {"file": clean(row.source), "line": row.line}
+    if row.field is not None:
+        detail["field"] = clean(row.field)
+    where = f"{row.source}, line {row.line}"
+    return error_line(row, row.code, f"{where}: {row.message}", detail=detail)
+
+
+def server_message(reply: Reply) -> str:
+    """The server's own words, at most 500 characters."""
+    if reply.error:
+        return reply.message or f"connection error {reply.error}"
+    try:
+        body = orjson.loads(reply.body)
+        found = body.get("error", body)
+        text = found.get("message") if isinstance(found, dict) else found
+        text = text or body.get("detail") or reply.body.decode("utf-8", "replace")
+    except (orjson.JSONDecodeError, AttributeError):
+        text = reply.body.decode("utf-8", "replace")
+    return f"HTTP {reply.status}: {str(text)[:500]}"
+
+
+def clean(text: str) -> str:
+    """Text that can be written as UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,233 @@
+"""One run of a checked batch: wires rows, sender, watch and results together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from airflow_provider_vllm.batch import results
+from airflow_provider_vllm.batch.check import Checked
+from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
+from airflow_provider_vllm.batch.journal import Journal, Meta
+from airflow_provider_vllm.batch.manifest import Manifest
+from airflow_provider_vllm.batch.progress import Progress
+from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.schema import checker
+from airflow_provider_vllm.batch.sender import Sender
+from airflow_provider_vllm.batch.sources import ToPath, records
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.batch.watch import Watch
+from airflow_provider_vllm.exceptions import BatchFailed
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """`answers` and `errors` are filled for a list of prompts without an output path, in input order."""
+
+    manifest: Manifest
+    answers: list[Any] | None = None
+    errors: list[dict[str, Any]] | None = None
+
+
+class Job:
+    """Runs once."""
+
+    def __init__(
+        self,
+        spec: BatchSpec,
+        checked: Checked,
+        journal: Journal,
+        link: ServerLink,
+        endpoint: Endpoint,
+        log: logging.Logger,
+        to_path: ToPath,
+        on_progress: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        self._spec, self._checked, self._journal = spec, checked, journal
+        self._link, self._endpoint, self._log = link, endpoint, log
+        self._to_path, self._on_progress = to_path, on_progress
+        self._model = spec.model or endpoint.model
+        self._fingerprint = spec.fingerprint(endpoint.model)
+        self._changed = 0
+
+    def run(self) -> BatchResult:
+        spec, extent, journal = self._spec, self._checked.extent, self._journal
+        answered = self._resume()
+        maker = RowMaker(spec, self._endpoint.model, extent.rows or 0)
+        sender = Sender(
+            spec,
+            maker.rows(records(spec, self._checked.sources)),
+            journal,
+            answered,
+            self._endpoint,
+            total=extent.rows,
+            limit=64 if spec.concurrency == "auto" else spec.concurrency,
+            pack=1,
+            check=checker(spec.output_schema),
+        )
+        self._began = time.monotonic()
+        progress = Progress(extent.rows, self._began)
+        watch = Watch(
+            spec,
+            self._link,
+            self._endpoint,
+            sender,
+            journal,
+            self._log,
+            progress,
+            self._on_progress,
+        )
+        sender.start()
+        try:
+            watch.run()
+        except BatchFailed as error:
+            raise self._failed(error, sender, watch) from error
+        finally:
+            sender.stop()
+        if answered is not None:
+            self._changed = len(answered) - sender.stats.reused
+        return self._finish(sender, watch)
+
+    def _resume(self) -> Any:
+        """What earlier tries answered; says so, and obeys `on_changed_input`."""
+        spec, journal, extent = self._spec, self._journal, self._checked.extent
+        meta = journal.read_meta()
+        now = Meta(self._fingerprint, extent.digest, spec.output_path)
+        answered = journal.answered()
+        if meta is not None and len(answered):
+            changes = [
+                text
+                for text, changed in (
+                    ("the input", meta.input != now.input),
+                    ("the model or the parameters", meta.fingerprint != now.fingerprint),
+                )
+                if changed
+            ]
+            what = " and ".join(changes)
+            if changes and spec.on_changed_input == "fail":
+                raise BatchFailed(
+                    f"{what} changed since an earlier try, whose {len(answered)} answers are in {journal.folder}; "
+                    'put it back, or set on_changed_input="rerun"'
+                )
+            if changes:
+                self._log.warning(
+                    "%s changed since an earlier try: what differs runs again", what.capitalize()
+                )
+            self._log.info("Resuming: %d rows were answered by an earlier try", len(answered))
+        if meta != now:
+            journal.write_meta(now)
+        return answered if len(answered) else None
+
+    def _finish(self, sender: Sender, watch: Watch) -> BatchResult:
+        spec, stats = self._spec, sender.stats
+        self._journal.sync()
+        if stats.read != stats.done or sum(stats.outcomes.values()) != stats.done:
+            raise BatchFailed(
+                f"{stats.read} rows were read, but {stats.done} ended: {dict(stats.outcomes)}"
+            )
+        if self._changed > 0:
+            self._log.info(
+                "%d earlier answers belong to rows that are no longer asked", self._changed
+            )
+        errors_at = (
+            results.write_errors(spec, self._journal, stats.done, self._to_path)
+            if stats.errors
+            else None
+        )
+        reason = reason_to_fail(
+            done=stats.done,
+            errors=stats.errors,
+            total=stats.done,
+            max_error_rate=spec.max_error_rate,
+            max_errors=spec.max_errors,
+            finished=True,
+        )
+        if reason is not None:
+            raise self._failed(BatchFailed(reason), sender, watch, errors_at)
+        answers, errors = self._write(stats.done)
+        if not stats.errors:
+            results.remove_stale(results.errors_path(spec), self._to_path)
+        manifest = self._manifest(sender, watch, errors_at)
+        self._write_manifest(manifest)
+        self._log.info("Done: %s", manifest.summary())
+        if stats.errors:
+            where = f"see {errors_at}" if errors_at else "; ".join(stats.samples)
+            self._log.warning("%d of %d rows failed: %s", stats.errors, stats.done, where)
+        return BatchResult(manifest, answers, errors)
+
+    def _write(self, rows: int) -> tuple[list[Any] | None, list[dict[str, Any]] | None]:
+        spec = self._spec
+        if spec.output_path is None:
+            return results.read_answers(self._journal, rows, self._url)
+        results.write_lines(spec, self._journal, rows, self._to_path)
+        return None, None
+
+    def _url(self, row: int) -> str:
+        prompts = self._spec.prompts
+        item = prompts[row] if prompts is not None else None
+        return (
+            str(item["url"])
+            if isinstance(item, dict) and "body" in item and "url" in item
+            else self._spec.endpoint
+        )
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        if manifest.manifest_path is not None:
+            with results.replacing(manifest.manifest_path, self._to_path) as file:
+                file.write(orjson.dumps(manifest.to_json(), option=orjson.OPT_INDENT_2))
+
+    def _manifest(
+        self, sender: Sender, watch: Watch, errors_at: str | None, complete: bool = True
+    ) -> Manifest:
+        spec, stats = self._spec, sender.stats
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        tokens = stats.prompt_tokens + stats.completion_tokens
+        return Manifest(
+            rows=stats.done,
+            outcomes=dict(sorted(stats.outcomes.items())),
+            reused=stats.reused,
+            changed=max(self._changed, 0),
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            seconds=round(seconds, 3),
+            rows_per_second=round((stats.done - stats.reused) / seconds, 2),
+            tokens_per_second=round(tokens / seconds, 2),
+            retries=stats.retries,
+            server_losses=watch.losses,
+            preemptions=watch.preemptions,
+            concurrency=stats.limit,
+            pack=stats.pack,
+            model=self._model,
+            endpoint=spec.endpoint,
+            fingerprint=self._fingerprint,
+            input=spec.paths,
+            input_digest=self._checked.extent.digest,
+            output_path=spec.output_path if complete else None,
+            errors_path=errors_at,
+            manifest_path=results.manifest_path(spec) if complete else None,
+            complete=complete,
+        )
+
+    def _failed(
+        self, error: BatchFailed, sender: Sender, watch: Watch, errors_at: str | None = None
+    ) -> BatchFailed:
+        """The same failure with the counts, the first errors and what to do."""
+        sender.stop()
+        manifest = self._manifest(sender, watch, errors_at, complete=False)
+        parts = [str(error)]
+        if sender.stats.samples:
+            parts.append("first errors: " + " | ".join(sender.stats.samples))
+        if errors_at:
+            parts.append(f"all errors: {errors_at}")
+        parts.append(
+            f"{manifest.ok} answers are kept in {self._journal.folder}: a retry sends only the others"
+        )
+        failed = BatchFailed("; ".join(parts), manifest=manifest.to_json())
+        failed.__cause__ = error.__cause__
+        return failed

@@ -1,0 +1,63 @@
+"""The counts of a batch in, a small JSON document for XCom and for the file beside the results out.
+
+Invariant: `rows` is the number of records of the input and the sum of `outcomes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """How a batch ended. Seconds and speeds are of this try; `reused` rows were answered by earlier ones."""
+
+    rows: int
+    outcomes: dict[str, int]
+    reused: int
+    changed: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    rows_per_second: float
+    tokens_per_second: float
+    retries: int
+    server_losses: int
+    preemptions: int
+    concurrency: int
+    pack: int
+    model: str
+    endpoint: str
+    fingerprint: str
+    input: tuple[str, ...]
+    input_digest: str
+    output_path: str | None = None
+    errors_path: str | None = None
+    manifest_path: str | None = None
+    complete: bool = True
+    version: int = field(default=VERSION)
+
+    @property
+    def ok(self) -> int:
+        return self.outcomes.get("ok", 0)
+
+    @property
+    def errors(self) -> int:
+        return self.rows - self.ok
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values only, small whatever the size of the batch."""
+        return {**asdict(self), "input": list(self.input), "ok": self.ok, "errors": self.errors}
+
+    def summary(self) -> str:
+        """One line for the log."""
+        kinds = ", ".join(
+            f"{count} {name}" for name, count in sorted(self.outcomes.items()) if count
+        )
+        return (
+            f"{self.rows} rows: {kinds}; {self.reused} reused; {self.seconds:.1f} s, {self.rows_per_second:.1f} rows/s, "
+            f"{self.tokens_per_second:.0f} tokens/s; {self.retries} retries, {self.server_losses} server losses"
+        )

@@ -1,0 +1,86 @@
+"""Several rows of equal parameters in, one request out; its one answer in, the answers of the rows out.
+
+A pack's `usage` is a sum, so a packed row's own body has `usage: null`; the sum goes into the manifest. Invariant:
+only rows whose answers do not depend on travelling together are packed (no tools, no `n`, no streaming).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from airflow_provider_vllm.batch.answers import NotAnAnswer
+from airflow_provider_vllm.batch.rows import BODY_FIELDS, CHAT, COMPLETIONS, Row
+from airflow_provider_vllm.batch.spec import ENDPOINTS
+
+CHAT_BATCH = "/v1/chat/completions/batch"
+EMBEDDINGS = ENDPOINTS["embeddings"]
+PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
+# What vLLM's chat batch endpoint refuses, or knows no field for, or what ties a row to its place in a request.
+ALONE = frozenset(
+    {
+        "n",
+        "best_of",
+        "stream",
+        "stream_options",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "use_beam_search",
+    }
+    | {
+        "request_id",
+        "echo",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "documents",
+        "reasoning_effort",
+        "seed",
+    }
+)
+
+
+def prepare(row: Row, body: dict[str, Any]) -> None:
+    """Note on a row what it shares with others (`params`) and what is its own (`prompt`), where it may be packed."""
+    if row.url not in PACKABLE or not ALONE.isdisjoint(body):
+        return
+    name = BODY_FIELDS[row.url]
+    prompt = body[name]
+    if row.url != CHAT and not isinstance(prompt, str):
+        return
+    rest = {key: value for key, value in body.items() if key != name}
+    row.prompt, row.params = prompt, orjson.dumps(rest)
+
+
+def join(rows: list[Row]) -> tuple[str, bytes]:
+    """URL and body of one request for rows with equal `url` and `params`."""
+    first = rows[0]
+    name = BODY_FIELDS[first.url].encode()
+    prompts = orjson.dumps([row.prompt for row in rows])
+    assert first.params is not None
+    comma = b"," if len(first.params) > 2 else b""
+    return PACKABLE[first.url], first.params[:-1] + comma + b'"%b":%b}' % (name, prompts)
+
+
+def split(rows: list[Row], raw: bytes) -> tuple[list[bytes], int, int]:
+    """One body a row, in their order, and the prompt and completion tokens of all. Raises NotAnAnswer."""
+    name = "data" if rows[0].url == EMBEDDINGS else "choices"
+    try:
+        body = orjson.loads(raw)
+        items = sorted(body.pop(name), key=lambda item: item["index"])
+        usage = body.get("usage") or {}
+        if [item["index"] for item in items] != list(range(len(rows))):
+            raise NotAnAnswer("the pack's answer does not have one item a row")
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise NotAnAnswer(f"the pack's answer cannot be read: {error}") from None
+    bodies = []
+    for index, item in enumerate(items):
+        own = {
+            **body,
+            "id": f"{body.get('id')}-{index}",
+            name: [{**item, "index": 0}],
+            "usage": None,
+        }
+        bodies.append(orjson.dumps(own))
+    return bodies, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0

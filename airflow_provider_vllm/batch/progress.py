@@ -1,0 +1,66 @@
+"""Counts and a clock in, a line for the task log out. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_provider_vllm.batch.health import Vitals
+from airflow_provider_vllm.batch.sender import Stats
+
+
+class Progress:
+    """Speeds are of the time since the last report, the time left of the whole run."""
+
+    def __init__(self, total: int | None, now: float) -> None:
+        self._total = total
+        self._began = self._last = now
+        self._last_done = self._last_tokens = 0
+
+    def report(self, stats: Stats, vitals: Vitals, now: float) -> tuple[str, dict[str, Any]]:
+        """The line, and the same as numbers."""
+        sent, tokens = stats.done - stats.reused, stats.prompt_tokens + stats.completion_tokens
+        span = max(now - self._last, 1e-6)
+        rows_per_s, tokens_per_s = (
+            (sent - self._last_done) / span,
+            (tokens - self._last_tokens) / span,
+        )
+        average = sent / max(now - self._began, 1e-6)
+        left = None if self._total is None or average <= 0 else (self._total - stats.done) / average
+        self._last, self._last_done, self._last_tokens = now, sent, tokens
+        numbers = {
+            "done": stats.done,
+            "total": self._total,
+            "errors": stats.errors,
+            "reused": stats.reused,
+            "in_flight": stats.in_flight,
+            "rows_per_second": round(rows_per_s, 1),
+            "tokens_per_second": round(tokens_per_s, 1),
+            "running": vitals.running,
+            "waiting": vitals.waiting,
+            "seconds_left": None if left is None else round(left),
+        }
+        return self._line(numbers), numbers
+
+    @staticmethod
+    def _line(n: dict[str, Any]) -> str:
+        total = f"{n['done']}/{n['total']}" if n["total"] else f"{n['done']}"
+        server = (
+            f", server running {n['running']} waiting {n['waiting']}"
+            if n["running"] is not None
+            else ""
+        )
+        left = "" if n["seconds_left"] is None else f", about {clock(n['seconds_left'])} left"
+        return (
+            f"{total} rows, {n['rows_per_second']:.1f} rows/s, {n['tokens_per_second']:.0f} tokens/s, "
+            f"{n['in_flight']} in flight{server}, {n['errors']} errors{left}"
+        )
+
+
+def clock(seconds: float) -> str:
+    """`5 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,161 @@
+"""A finished journal in, the results file, the errors file and the manifest file out.
+
+Invariants: input order; each file appears whole or not at all; the results file comes last, so that its being
+there means that everything is. The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from airflow_provider_vllm.batch.answers import value
+from airflow_provider_vllm.batch.journal import OK, Journal, Record
+from airflow_provider_vllm.batch.sources import ToPath, is_local
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import BatchFailed
+
+BUFFER = 1 << 18
+
+
+def errors_path(spec: BatchSpec) -> str | None:
+    """Where the error rows go; None without an output."""
+    if spec.errors_path or not spec.output_path:
+        return spec.errors_path
+    head, slash, name = spec.output_path.rpartition("/")
+    return f"{head}{slash}{name.removesuffix('.gz').rsplit('.', 1)[0]}.errors.jsonl"
+
+
+def manifest_path(spec: BatchSpec) -> str | None:
+    """The manifest's own file, beside the output."""
+    return f"{spec.output_path}.manifest.json" if spec.output_path else None
+
+
+def records(journal: Journal, rows: int) -> Iterator[Record]:
+    """The last record of every row, in input order. Raises BatchFailed where one is missing."""
+    windows = journal.windows()
+    try:
+        for row in range(rows):
+            record = journal.read(row, windows)
+            if record is None or record.row < 0:
+                raise BatchFailed(
+                    f"row {row + 1} has no record in {journal.folder}; nothing was written, retry"
+                )
+            yield record
+    finally:
+        windows.close()
+
+
+@contextmanager
+def replacing(text: str, to_path: ToPath) -> Iterator[Any]:
+    """A binary file that becomes `text` when the block ends well, and leaves no trace when it does not.
+
+    A local one is written beside its place and renamed; a remote one is made in a local temporary file and
+    uploaded whole, since an object appears when it is closed.
+    """
+    path = to_path(text)
+    local = is_local(path)
+    folder = path.parent if local else Path(tempfile.gettempdir())
+    part = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.part"
+    try:
+        with part.open("wb", buffering=BUFFER) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if local:
+            os.replace(part, path)
+        else:
+            upload(part, path)
+    except OSError as error:
+        raise BatchFailed(
+            f"{text} cannot be written: {error.strerror or error}; every answer is kept in the journal; "
+            "make room or give the user write permission, and retry"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def upload(part: Path, path: Any) -> None:
+    """Copy a local file to any path-like; a failed upload is discarded where the file system can."""
+    file = path.open("wb")
+    try:
+        with part.open("rb") as source:
+            shutil.copyfileobj(source, file, 1 << 20)
+    except BaseException:
+        discard = getattr(file, "discard", None)
+        with contextlib.suppress(Exception):
+            if discard is not None:
+                discard()
+        raise
+    file.close()
+
+
+@contextmanager
+def compressed(file: Any, gz: bool) -> Iterator[Any]:
+    """gzip without a name and a time in it, so that equal content gives equal bytes."""
+    if not gz:
+        yield file
+        return
+    with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as inner:
+        with io.BufferedWriter(inner, BUFFER) as buffered:  # type: ignore[type-var]
+            yield buffered
+
+
+def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -> str | None:
+    """The errors file in input order; its path. Call only where there are errors."""
+    text = errors_path(spec)
+    if text is None:
+        return None
+    with replacing(text, to_path) as file, compressed(file, text.endswith(".gz")) as out:
+        for record in records(journal, rows):
+            if record.outcome.encode() != OK:
+                out.write(record.line + b"\n")
+    return text
+
+
+def write_lines(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -> None:
+    """OpenAI batch results of the good rows in input order."""
+    assert spec.output_path is not None
+    with (
+        replacing(spec.output_path, to_path) as file,
+        compressed(file, spec.output_path.endswith(".gz")) as out,
+    ):
+        write: Callable[[bytes], Any] = out.write
+        for record in records(journal, rows):
+            if record.outcome == "ok":
+                write(record.line + b"\n")
+
+
+def read_answers(
+    journal: Journal, rows: int, urls: Callable[[int], str]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Answers in input order (None for a failed row) and the error rows; for small batches only."""
+    answers: list[Any] = []
+    errors: list[dict[str, Any]] = []
+    for record in records(journal, rows):
+        line = orjson.loads(record.line)
+        if record.outcome == "ok":
+            answers.append(value(urls(record.row), line["response"]["body"]))
+        else:
+            answers.append(None)
+            errors.append({"row": record.row, "custom_id": line["custom_id"], **line["error"]})
+    return answers, errors
+
+
+def remove_stale(text: str | None, to_path: ToPath) -> None:
+    """An errors file of an earlier try, once there are no errors."""
+    if text is not None:
+        with contextlib.suppress(OSError):
+            to_path(text).unlink(missing_ok=True)

@@ -1,0 +1,46 @@
+"""One batch from its spec to its manifest: the door that operators call.
+
+`check_inputs` finds everything that can be found wrong before a server is started; `run_batch` does
+the work. Invariant: whatever ends it, an exception raised by a signal handler included, every
+answer that came back is in the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from airflow_provider_vllm.batch.check import Checked, check_inputs
+from airflow_provider_vllm.batch.endpoint import ServerLink
+from airflow_provider_vllm.batch.job import BatchResult, Job
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.sources import ToPath, local_path
+from airflow_provider_vllm.batch.spec import BatchSpec
+
+__all__ = ["BatchResult", "Checked", "check_inputs", "run_batch"]
+
+
+def run_batch(
+    spec: BatchSpec,
+    link: ServerLink,
+    *,
+    journal_dir: str,
+    log: logging.Logger,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    to_path: ToPath = local_path,
+) -> BatchResult:
+    """Send every row that has no good answer yet, and write the results.
+
+    Blocks in the calling thread, which must be the one that signal handlers raise in. Raises InvalidPrompts before
+    anything is sent, BatchFailed (with the manifest) by the verdict rules, ServerError where `link` cannot connect.
+    """
+    checked = check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+    journal = Journal(Path(journal_dir))
+    journal.open(checked.extent.rows or 0)
+    try:
+        endpoint = link.connect()
+        return Job(spec, checked, journal, link, endpoint, log, to_path, on_progress).run()
+    finally:
+        journal.close()

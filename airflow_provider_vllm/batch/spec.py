@@ -1,0 +1,298 @@
+"""What one batch is: where its rows come from, how they are sent, where the answers go.
+
+Enters: the arguments of a user. Leaves: a frozen, validated `BatchSpec`.
+Invariant: a `BatchSpec` that exists is consistent in itself; whether its files exist is `run.check_inputs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
+
+ENDPOINTS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "score": "/v1/score",
+    "rerank": "/v1/rerank",
+    "classify": "/classify",
+    "pooling": "/pooling",
+    "responses": "/v1/responses",
+}
+ALIASES = {
+    **ENDPOINTS,
+    "chat/completions": ENDPOINTS["chat"],
+    "chat_completions": ENDPOINTS["chat"],
+    "embed": ENDPOINTS["embeddings"],
+    "/score": "/v1/score",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/v1/classify": "/classify",
+    "/v1/pooling": "/pooling",
+    **{url: url for url in ENDPOINTS.values()},
+}
+FORMATS = ("jsonl", "csv", "parquet", "text")
+MAX_CONCURRENCY = 4096
+MAX_PACK = 256
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """One batch. Exactly one of `prompts` and `input_path` is given.
+
+    prompts           list of strings, chat message lists, plain row objects or OpenAI batch rows
+    input_path        path, URL or glob, or a list of them: JSONL, CSV, Parquet or text, `.gz` allowed
+    output_path       results file; its suffix gives its form. Needed with `input_path`
+    errors_path       OpenAI error rows; default: beside the output, `<name>.errors.jsonl`
+    endpoint          URL path or short name: chat, completions, embeddings, score, rerank, classify, pooling, responses
+    params            sampling parameters of every row; a row's own win
+    model             name to send (a LoRA's, for example); default: the endpoint's
+    system_prompt     first message of every chat row that has none
+    prompt_template   `"Summarise: {text}"`, filled from the columns of a row
+    prompt_column     column that holds the prompt; default: `prompt`, `messages`, `text` or `input`
+    param_columns     columns that are parameters of their row (`temperature`, `max_tokens`, ...)
+    output_schema     JSON schema or Pydantic class: asked of the server, and checked in the answer
+    input_format      jsonl, csv, parquet, text; default: by suffix
+    output_format     openai (batch results) or columns (added to the input's); default: by suffix
+    answer_column     name of the added column with the answer; `error_column` likewise
+    concurrency       rows in flight, or "auto"
+    pack              rows per request, or "auto"; 1 sends each alone
+    request_timeout   seconds for one request, queueing on the server included
+    max_retries       further tries of a row after a transient failure
+    max_error_rate    part of the rows that may fail before the batch fails; `max_errors` a number of rows
+    on_changed_input  what to do when an earlier try worked on other rows or parameters
+    stall_timeout     seconds without any movement after which the server is probed; `probe_timeout` its deadline
+    progress_interval seconds between progress lines
+    journal_sync      seconds between two fsyncs of the journal, and between the parts of a remote one
+    max_row_bytes     a longer input row is an error row
+    row_offset        number of the first row, for shards
+    """
+
+    prompts: Sequence[Any] | None = None
+    input_path: str | Sequence[str] | None = None
+    output_path: str | None = None
+    errors_path: str | None = None
+    endpoint: str = "/v1/chat/completions"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    prompt_column: str | None = None
+    param_columns: Sequence[str] = ()
+    output_schema: Any = None
+    input_format: str | None = None
+    output_format: Literal["openai", "columns"] | None = None
+    answer_column: str = "response"
+    error_column: str = "error"
+    concurrency: int | Literal["auto"] = "auto"
+    pack: int | Literal["auto"] = "auto"
+    request_timeout: float = 600.0
+    max_retries: int = 5
+    max_error_rate: float = 0.1
+    max_errors: int | None = None
+    on_changed_input: Literal["rerun", "fail"] = "rerun"
+    stall_timeout: float = 60.0
+    probe_timeout: float = 30.0
+    progress_interval: float = 10.0
+    journal_sync: float = 2.0
+    max_row_bytes: int = 8 * 1024 * 1024
+    row_offset: int = 0
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "endpoint", _endpoint(self.endpoint))
+        set_(self, "params", dict(_mapping("params", self.params)))
+        set_(self, "input_path", _paths(self.input_path))
+        set_(self, "param_columns", _names("param_columns", self.param_columns))
+        _one_source(self)
+        _prompts(self.prompts)
+        for name in ("output_path", "errors_path", "model", "prompt_template", "prompt_column"):
+            _optional_text(name, getattr(self, name))
+        _system_prompt(self)
+        _choices(self)
+        _numbers(self)
+        _output(self)
+        schema_of(self.output_schema)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The input paths, unexpanded; empty for prompts from a list."""
+        return tuple(self.input_path or ())
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the output without `.gz`, lower case; empty without an output."""
+        name = (self.output_path or "").lower().removesuffix(".gz")
+        return name[name.rfind(".") :] if "." in name.rsplit("/", 1)[-1] else ""
+
+    @property
+    def form(self) -> str:
+        """`openai` or `columns`."""
+        table = self.suffix in (".csv", ".parquet")
+        return self.output_format or ("columns" if table else "openai")
+
+    def fingerprint(self, model: str) -> str:
+        """Hex digest of everything that decides what is sent for a given input."""
+        parts = {
+            "endpoint": self.endpoint,
+            "params": self.params,
+            "model": self.model or model,
+            "system_prompt": self.system_prompt,
+            "prompt_template": self.prompt_template,
+            "prompt_column": self.prompt_column,
+            "param_columns": list(self.param_columns),
+            "output_schema": schema_of(self.output_schema),
+        }
+        text = json.dumps(parts, sort_keys=True, default=repr)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    def replace(self, **changes: Any) -> BatchSpec:
+        """A copy with other values, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def schema_of(output_schema: Any) -> dict[str, Any] | None:
+    """The JSON schema of a schema dict or a Pydantic class. Raises InvalidInput for anything else."""
+    if output_schema is None:
+        return None
+    if isinstance(output_schema, Mapping):
+        return dict(output_schema)
+    make = getattr(output_schema, "model_json_schema", None)
+    if not callable(make):
+        raise InvalidInput(
+            f"output_schema is a {type(output_schema).__name__}; give a JSON schema (dict) or a Pydantic class"
+        )
+    return dict(make())
+
+
+def _endpoint(value: Any) -> str:
+    if not isinstance(value, str) or value.lower().rstrip("/") not in ALIASES:
+        raise InvalidInput(
+            f"endpoint {value!r} is not known; use one of {', '.join(ENDPOINTS)} or their URL paths"
+        )
+    return ALIASES[value.lower().rstrip("/")]
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
+        raise InvalidInput(f"{name} must be an object with text keys, not {type(value).__name__}")
+    if name == "params" and value.get("stream"):
+        raise InvalidInput("params.stream: a batch does not stream; leave it out")
+    return value
+
+
+def _paths(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = [value] if isinstance(value, str) or hasattr(value, "__fspath__") else value
+    if not isinstance(items, Sequence) or not items:
+        raise InvalidPrompts(f"input_path must be a path or a list of paths, not {value!r}")
+    texts = tuple(str(item) for item in items)
+    if any(not text.strip() for text in texts):
+        raise InvalidPrompts("input_path holds an empty path")
+    return texts
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        raise InvalidInput(f"{name} must be a list of column names")
+    return tuple(value)
+
+
+def _one_source(spec: BatchSpec) -> None:
+    if (spec.prompts is None) == (spec.input_path is None):
+        given = "both" if spec.prompts is not None else "neither"
+        raise InvalidPrompts(f"give either prompts or input_path; {given} was given")
+
+
+def _prompts(prompts: Any) -> None:
+    if prompts is None:
+        return
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidPrompts(
+            f"prompts must be a list, not {type(prompts).__name__}; a single prompt goes in a list of one"
+        )
+    if not prompts:
+        raise InvalidPrompts("prompts is an empty list; skip the task when there is nothing to do")
+
+
+def _optional_text(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise InvalidInput(f"{name} must be text, not {value!r}")
+
+
+def _system_prompt(spec: BatchSpec) -> None:
+    if spec.system_prompt is None:
+        return
+    if not isinstance(spec.system_prompt, str):
+        raise InvalidInput("system_prompt must be text")
+    if spec.endpoint not in (ENDPOINTS["chat"], ENDPOINTS["responses"]):
+        raise InvalidInput(f"system_prompt needs a chat endpoint; {spec.endpoint} has no messages")
+
+
+def _choices(spec: BatchSpec) -> None:
+    for name, allowed in (
+        ("input_format", (None, *FORMATS)),
+        ("output_format", (None, "openai", "columns")),
+        ("on_changed_input", ("rerun", "fail")),
+    ):
+        if getattr(spec, name) not in allowed:
+            known = ", ".join(str(item) for item in allowed if item)
+            raise InvalidInput(f"{name} is {getattr(spec, name)!r}; use one of {known}")
+    for name, most in (("concurrency", MAX_CONCURRENCY), ("pack", MAX_PACK)):
+        value = getattr(spec, name)
+        if value != "auto" and not (_is_int(value) and 1 <= value <= most):
+            raise InvalidInput(f'{name} is {value!r}; use "auto" or a number from 1 to {most}')
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _numbers(spec: BatchSpec) -> None:
+    for name in (
+        "request_timeout",
+        "stall_timeout",
+        "probe_timeout",
+        "progress_interval",
+        "journal_sync",
+    ):
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            raise InvalidInput(f"{name} is {value!r}; use seconds greater than 0")
+    for name, least in (("max_retries", 0), ("max_row_bytes", 1024), ("row_offset", 0)):
+        value = getattr(spec, name)
+        if not _is_int(value) or value < least:
+            raise InvalidInput(f"{name} is {value!r}; use a number from {least}")
+    rate = spec.max_error_rate
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+        raise InvalidInput(f"max_error_rate is {rate!r}; use a part between 0 and 1")
+    if spec.max_errors is not None and (not _is_int(spec.max_errors) or spec.max_errors < 0):
+        raise InvalidInput(f"max_errors is {spec.max_errors!r}; use a number from 0, or None")
+
+
+def _output(spec: BatchSpec) -> None:
+    if spec.input_path is not None and spec.output_path is None:
+        raise InvalidPrompts("output_path is missing: answers to a file of prompts go to a file")
+    if spec.output_path is not None and spec.output_path in spec.paths:
+        raise InvalidPrompts(
+            f"output_path is the input {spec.output_path}: it would be overwritten; name another file"
+        )
+    if spec.suffix == ".csv" and spec.form == "openai":
+        raise InvalidInput(
+            "output_format openai is JSON lines; name the output .jsonl, or use columns"
+        )
+    if spec.suffix == ".parquet" and (
+        spec.form == "openai" or (spec.output_path or "").endswith(".gz")
+    ):
+        raise InvalidInput(
+            "a Parquet output holds columns and is not gzipped; name the output .parquet"
+        )
+    if spec.answer_column == spec.error_column:
+        raise InvalidInput("answer_column and error_column have the same name")

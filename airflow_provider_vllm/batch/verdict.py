@@ -1,0 +1,35 @@
+"""Counts in, "go on" or the reason to fail out. Pure."""
+
+from __future__ import annotations
+
+EARLY_ROWS = 50
+
+
+def reason_to_fail(
+    *,
+    done: int,
+    errors: int,
+    total: int | None,
+    max_error_rate: float,
+    max_errors: int | None,
+    finished: bool,
+) -> str | None:
+    """Why the batch fails, or None.
+
+    Judged at the end; before it only from `EARLY_ROWS` rows on, and only when the rows still to come could not
+    bring the rate down again. `max_errors` is judged at once, since no later row can lower a number.
+    """
+    if max_errors is not None and errors > max_errors:
+        return f"{errors} rows failed, more than max_errors={max_errors}"
+    rows = done if finished else total
+    if rows is None or (not finished and done < EARLY_ROWS):
+        return None
+    if errors > max_error_rate * rows:
+        of = f"of {rows}" if finished else f"of the first {done} of {rows}"
+        return f"{errors} {of} rows failed, more than max_error_rate={max_error_rate:g} allows"
+    return None
+
+
+def backoff(attempt: int, *, retry_after: float, jitter: float) -> float:
+    """Seconds before try `attempt + 1`; `jitter` is a random number in [0, 1)."""
+    return max(min(30.0, 0.5 * 2 ** (attempt - 1)) * (0.5 + jitter), min(retry_after, 120.0))

@@ -1,0 +1,177 @@
+"""The task's main thread while rows are sent: progress, lease, health, and the server's life.
+
+Invariants: nothing here touches the queue or the journal's order, so an exception raised by a signal handler may unwind it at
+any point; a frozen engine is found by time without movement and confirmed by a probe, never by health alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from airflow_provider_vllm.batch import health
+from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
+from airflow_provider_vllm.batch.health import Movement, Vitals
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.progress import Progress
+from airflow_provider_vllm.batch.sender import (
+    Connect,
+    Ended,
+    Healthy,
+    Lost,
+    NeedServer,
+    Sender,
+    Trouble,
+)
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import BatchFailed, ServerError
+
+HEALTH_LOOKS = 3
+HEALTH_PAUSE = 0.3
+OnProgress = Callable[[dict[str, Any]], None]
+
+
+class Watch:
+    """Runs beside a started `Sender` until it has ended."""
+
+    def __init__(
+        self,
+        spec: BatchSpec,
+        link: ServerLink,
+        endpoint: Endpoint,
+        sender: Sender,
+        journal: Journal,
+        log: logging.Logger,
+        progress: Progress,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._spec, self._link, self._endpoint = spec, link, endpoint
+        self._sender, self._journal, self._log = sender, journal, log
+        self._progress, self._on_progress = progress, on_progress
+        self._lost = False
+        self._last_preemptions: int | None = None
+        self.losses = 0
+        self.preemptions = 0
+
+    def run(self) -> None:
+        """Returns when every row has ended. Raises BatchFailed, ServerLost, or what a signal handler raises."""
+        now = time.monotonic()
+        self._movement = Movement(now, 0, None)
+        self._next_sync = now + self._spec.journal_sync
+        self._next_report = now + min(2.0, self._spec.progress_interval)
+        tick = min(
+            1.0, self._spec.journal_sync, self._spec.stall_timeout / 4, self._spec.progress_interval
+        )
+        while True:
+            try:
+                event = self._sender.events.get(timeout=tick)
+            except queue.Empty:
+                event = None
+            if isinstance(event, Ended):
+                if event.failure is not None:
+                    raise event.failure
+                return
+            if isinstance(event, Trouble):
+                self._check(event.reason)
+            elif isinstance(event, NeedServer):
+                self._recover(event.reason)
+            self._tick(time.monotonic())
+
+    def _tick(self, now: float) -> None:
+        if now >= self._next_sync:
+            self._journal.sync()
+            self._next_sync = now + self._spec.journal_sync
+        if self._lost:
+            return
+        stats = self._sender.stats
+        if now >= self._next_report:
+            vitals = health.look(self._endpoint)
+            self._count_preemptions(vitals)
+            self._report(now, vitals)
+            self._next_report = now + self._spec.progress_interval
+            self._see(vitals.moved, now)
+        else:
+            self._see(self._movement.moved, now)
+        if (
+            health.is_stalled(self._movement, now=now, stall_timeout=self._spec.stall_timeout)
+            and stats.in_flight
+        ):
+            self._suspect_freeze(now)
+
+    def _see(self, moved: float | None, now: float) -> None:
+        stats = self._sender.stats
+        self._movement = health.observe(
+            self._movement, done=stats.done, in_flight=stats.in_flight, moved=moved, now=now
+        )
+
+    def _count_preemptions(self, vitals: Vitals) -> None:
+        if vitals.preemptions is None:
+            return
+        before = self._last_preemptions
+        if before is not None and vitals.preemptions > before:
+            self.preemptions += vitals.preemptions - before
+        self._last_preemptions = vitals.preemptions
+
+    def _report(self, now: float, vitals: Vitals) -> None:
+        line, numbers = self._progress.report(self._sender.stats, vitals, now)
+        self._log.info(line)
+        self._link.renew()
+        if self._on_progress is not None:
+            self._on_progress(numbers)
+
+    def _check(self, reason: str) -> None:
+        """Rows failed: the server is dead when one of a few looks says so (an engine's death shows 0.2 s late)."""
+        if self._lost:
+            return
+        for look in range(HEALTH_LOOKS):
+            if look:
+                time.sleep(HEALTH_PAUSE)
+            if (wrong := health.is_healthy(self._endpoint)) is not None:
+                self._lose(f"{reason}; {wrong}")
+                return
+        self._sender.commands.append(Healthy())
+
+    def _suspect_freeze(self, now: float) -> None:
+        """Nothing has moved for `stall_timeout`: counters first, then one token."""
+        self._see(health.look(self._endpoint).moved, now)
+        if not health.is_stalled(self._movement, now=now, stall_timeout=self._spec.stall_timeout):
+            return
+        stalled = now - self._movement.at
+        self._log.warning(
+            "Nothing has moved for %.0f s with rows in flight; probing with one token", stalled
+        )
+        model = self._spec.model or self._endpoint.model
+        wrong = health.probe(self._endpoint, self._spec.endpoint, model, self._spec.probe_timeout)
+        if wrong is None:
+            self._log.info("The server answered the probe: the rows in flight are only slow")
+            self._movement = Movement(
+                time.monotonic(), self._sender.stats.done, self._movement.moved
+            )
+            return
+        if self._sender.stats.done != self._movement.done:
+            return  # rows came back while the probe ran
+        self._lose(
+            f"no row and no counter moved for {stalled:.0f} s, and a one-token probe failed: {wrong}"
+        )
+
+    def _lose(self, reason: str) -> None:
+        self._lost = True
+        self.losses += 1
+        self._log.warning("The server is lost: %s", reason)
+        self._sender.commands.append(Lost(reason))
+
+    def _recover(self, reason: str) -> None:
+        left = self._sender.stats
+        self._log.info("Bringing the server back; %d rows are done, the others wait", left.done)
+        try:
+            self._endpoint = self._link.recover(reason)
+        except ServerError as error:
+            raise BatchFailed(f"the server was lost and did not come back: {error}") from error
+        self._lost = False
+        self._last_preemptions = None
+        self._movement = Movement(time.monotonic(), left.done, None)
+        self._log.info("The server is back at %s", self._endpoint.base_url)
+        self._sender.commands.append(Connect(self._endpoint))
