@@ -34,7 +34,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTRUCT = "SmolLM2-135M-Instruct"
 TINY = "tiny"
 
-# The format of SmolLM2 without its system message: role marks around each message, the assistant's mark before the answer.
+# SmolLM2's format without its system message: role marks around each message, and the mark of
+# the assistant before the answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -22,10 +22,11 @@ import fcntl
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import tomllib
 
 from scripts.progress import Progress
 from scripts.venv import InstallFailed, Venv
@@ -130,7 +131,7 @@ def alone(path: Path) -> Iterator[None]:
 def main(asked: list[str]) -> int:
     """Run the steps named in `asked`, or all; 1 where a step failed, its reason printed."""
     if unknown := set(asked) - set(STEPS):
-        raise SystemExit(f"Unknown step {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}.")
+        raise SystemExit(f"Unknown steps {sorted(unknown)}; there are {list(STEPS)}.")
     steps = [step for step in STEPS if step in asked or not asked]
     by_name = {"airflow": set_up_airflow, "vllm": set_up_vllm, "models": set_up_models}
     progress = Progress(len([step for step in steps if step != "models"]))

@@ -1,0 +1,99 @@
+"""airflow.cfg for one private Airflow: its own home, free ports, LocalExecutor.
+
+Enters: a home directory, folders of DAGs and overrides by section. Leaves: airflow.cfg and the
+password file, both readable by their owner alone, since they hold the keys that tasks and users are
+let in by.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+USER = "admin"
+Settings = Mapping[str, Mapping[str, str]]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_config(
+    home: Path, dag_folders: Sequence[Path], settings: Settings, *, port: int, database: str | None
+) -> str:
+    """Write airflow.cfg and the password file into `home`; the admin user's password.
+
+    `settings` (section -> option -> value) wins over what is written here. `database` is an
+    SQLAlchemy URL, SQLite in `home` where it is None.
+    """
+    password = secrets.token_urlsafe(16)
+    passwords = home / "passwords.json"
+    write_private(passwords, json.dumps({USER: password}))
+    parser = configparser.RawConfigParser()
+    parser.read_dict(_defaults(home, dag_folders, port, database, passwords))
+    parser.read_dict(settings)
+    path = home / "airflow.cfg"
+    write_private(path, "")
+    with path.open("w") as file:
+        parser.write(file)
+    return password
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, from its first byte on."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def _defaults(
+    home: Path, dag_folders: Sequence[Path], port: int, database: str | None, passwords: Path
+) -> dict[str, dict[str, str]]:
+    bundles = [
+        {
+            "name": folder.name if number == 0 else f"{folder.name}-{number}",
+            "classpath": "airflow.dag_processing.bundles.local.LocalDagBundle",
+            "kwargs": {"path": str(folder), "refresh_interval": 5},
+        }
+        for number, folder in enumerate(dag_folders)
+    ]
+    return {
+        "core": {
+            "executor": "LocalExecutor",
+            # Each is a forked process from the start; the examples and tests need no more.
+            "parallelism": "6",
+            "load_examples": "False",
+            "dags_folder": str(dag_folders[0]),
+            "fernet_key": base64.urlsafe_b64encode(secrets.token_bytes(32)).decode(),
+            "execution_api_server_url": f"http://127.0.0.1:{port}/execution/",
+            "simple_auth_manager_users": f"{USER}:admin",
+            "simple_auth_manager_passwords_file": str(passwords),
+        },
+        "api": {
+            "host": "127.0.0.1",
+            "port": str(port),
+            "base_url": f"http://127.0.0.1:{port}",
+            "workers": "1",
+            "secret_key": secrets.token_urlsafe(32),
+        },
+        "api_auth": {"jwt_secret": secrets.token_urlsafe(64)},
+        "database": {"sql_alchemy_conn": database or f"sqlite:///{home / 'airflow.db'}"},
+        "logging": {"base_log_folder": str(home / "logs")},
+        "dag_processor": {
+            "dag_bundle_config_list": json.dumps(bundles),
+            "min_file_process_interval": "5",
+            "bundle_refresh_check_interval": "2",
+        },
+        # A task that ends is followed by the next one sooner than with the default of a second.
+        "scheduler": {"scheduler_idle_sleep_time": "0.2"},
+    }

@@ -1,0 +1,184 @@
+"""A real Airflow for a demo or a test: its parts started one by one, and none left behind.
+
+Enters: a home directory, folders of DAGs, settings. Leaves: a running scheduler (LocalExecutor),
+DAG processor, triggerer and API server, and a client that is logged in. `airflow standalone` is
+not used, since ending it leaves its children.
+
+Invariants: each part runs in a session of its own under the reaper (reaper.py), which ends all of
+them and all that they started when it is told to, or when this process is gone, killed too. What
+was still alive after the parts had ended is returned by `stop`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from scripts.airflow_client import AirflowClient
+from scripts.airflow_config import USER, Settings, free_port, write_config
+from scripts.progress import Note, Progress
+from scripts.reaper import command_line, strays
+
+PARTS = {
+    "api-server": ["api-server"],
+    "scheduler": ["scheduler", "--skip-serve-logs"],
+    "dag-processor": ["dag-processor"],
+    "triggerer": ["triggerer", "--skip-serve-logs"],
+}
+HEALTHY = ("metadatabase", "scheduler", "dag_processor", "triggerer")
+TAIL_CHARACTERS = 3000
+
+
+class StackFailed(Exception):
+    """A part of Airflow did not start or died; the message has the end of its log."""
+
+
+class AirflowStack:
+    """One Airflow in `home`; `environ` is added to its parts' environment, and so to the tasks'."""
+
+    def __init__(
+        self,
+        home: Path,
+        dag_folders: Sequence[Path],
+        *,
+        settings: Settings | None = None,
+        environ: Mapping[str, str] | None = None,
+        database: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.home = home
+        self.logs = home / "parts"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.pids: dict[str, int] = {}
+        self._progress = progress or Progress()
+        self._reaper: subprocess.Popen[str] | None = None
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.password = write_config(
+            home, dag_folders, settings or {}, port=self.port, database=database
+        )
+        self._environ = {**_inherited(), **(environ or {}), "AIRFLOW_HOME": str(home)}
+        self.client = AirflowClient(self.url, USER, self.password, say=self._progress.say)
+
+    def start(self, timeout: float = 120.0) -> None:
+        """Make the database where it is missing, start the parts, wait until all are healthy."""
+        with self._progress.stage("Airflow's database"):
+            self.run_command("db", "migrate")
+        with self._progress.stage("Airflow's parts") as note:
+            for name in PARTS:
+                self.start_part(name)
+            self._wait_until_healthy(timeout, note)
+
+    def stop(self, grace: float = 6.0) -> list[str]:
+        """End everything, parts that take longer than `grace` seconds by force. The command lines
+        of what tasks had left behind, such as servers that nobody stopped. Safe before start and
+        twice."""
+        reaper, self._reaper = self._reaper, None
+        self.client.close()
+        if reaper is None:
+            return []
+        answer, _ = reaper.communicate(json.dumps({"end": grace}) + "\n")
+        self.pids.clear()
+        return json.loads(answer.splitlines()[-1])["left"] if answer else []
+
+    def start_part(self, name: str) -> int:
+        """Start one part (a key of PARTS), for the first time or after it was killed; its pid."""
+        answer = self._ask_reaper(
+            {
+                "argv": [sys.executable, "-m", "airflow", *PARTS[name]],
+                "env": self._environ,
+                "log": str(self.part_log(name)),
+            }
+        )
+        if "error" in answer:
+            raise StackFailed(answer["error"])
+        self.pids[name] = answer["pid"]
+        return self.pids[name]
+
+    def strays(self) -> list[str]:
+        """Command lines of what tasks started and left behind; it lives outside of all parts."""
+        if self._reaper is None:
+            return []
+        return [command_line(pid) for pid in strays(self._reaper.pid, self.pids.values())]
+
+    def part_log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def run_command(self, *arguments: str, timeout: float = 120.0) -> str:
+        """Run `airflow ...` in this home; what it printed. Raises StackFailed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "airflow", *arguments],
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode != 0:
+            said = done.stdout[-TAIL_CHARACTERS:]
+            raise StackFailed(f"airflow {' '.join(arguments)}: status {done.returncode}:\n{said}")
+        return done.stdout
+
+    def __enter__(self) -> AirflowStack:
+        try:
+            self.start()
+        except BaseException:
+            self.stop(grace=0)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _ask_reaper(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._reaper is None:
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._reaper.stdin is not None
+        assert self._reaper.stdout is not None
+        self._reaper.stdin.write(json.dumps(request) + "\n")
+        self._reaper.stdin.flush()
+        return json.loads(self._reaper.stdout.readline())
+
+    def _wait_until_healthy(self, timeout: float, note: Note) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            status = self.client.healthy()
+            missing = [part for part in HEALTHY if status.get(part) != "healthy"]
+            if not missing:
+                return
+            note.text = f"waiting for {', '.join(missing)}"
+            self._raise_for_dead_parts()
+            if time.monotonic() > deadline:
+                raise StackFailed(f"not healthy after {timeout:.0f} s: {missing}; {self.logs}")
+            time.sleep(0.3)
+
+    def _raise_for_dead_parts(self) -> None:
+        for name, pid in self.pids.items():
+            if not Path(f"/proc/{pid}").exists():
+                said = self.part_log(name).read_text(errors="replace")[-TAIL_CHARACTERS:]
+                raise StackFailed(f"{name} died at start; {self.part_log(name)} ends:\n{said}")
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment without what would make this Airflow part of another one."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}

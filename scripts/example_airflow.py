@@ -1,0 +1,52 @@
+"""Settings and environment for an Airflow that runs the example DAGs on this machine.
+
+Enters: `MODEL` of the environment (a path or a hub id; the small instruct model without it) and
+what set_up.py made. Leaves: what AirflowStack takes. Demo, UI and tests share it, so that all three
+run the same thing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from scripts.models import INSTRUCT
+from scripts.set_up import MODELS, ROOT, vllm_build
+
+# Enough for the examples, and within a small machine's memory (GiB, a whole number).
+CPU_CACHE_GIB = "1"
+
+
+def example_model() -> str:
+    """The model that the example DAGs serve."""
+    return os.environ.get("MODEL") or str(MODELS / INSTRUCT)
+
+
+def example_settings(home: Path) -> dict[str, dict[str, str]]:
+    """airflow.cfg sections of the provider: where vLLM is, where servers keep their state."""
+    return {
+        "vllm": {
+            "python": str(ROOT / ".venv-vllm" / "bin" / "python"),
+            "state_root": str(home / "vllm"),
+        }
+    }
+
+
+def example_environ(home: Path) -> dict[str, str]:
+    """Variables of the example DAGs (`AIRFLOW_VAR_*`), and what vLLM has to know of the machine.
+
+    The folder that the variable `vllm_data_dir` names is made.
+    """
+    data = home / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    environ = {
+        "AIRFLOW_VAR_VLLM_MODEL": example_model(),
+        "AIRFLOW_VAR_VLLM_DATA_DIR": str(data),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if vllm_build() == "cpu":
+        environ["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
+    if Path(example_model()).is_dir():
+        environ["HF_HUB_OFFLINE"] = "1"  # nothing to fetch: no waiting for a hub out of reach
+    return environ
