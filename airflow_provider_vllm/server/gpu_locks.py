@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -90,15 +90,12 @@ def holders(lock_dir: Path) -> dict[str, Holder]:
     if not os.path.lexists(lock_dir):
         return {}
     check_private_dir(lock_dir)
-    found = {}
-    for path in sorted(lock_dir.glob("*" + _SUFFIX)):
-        fd = open_private(path, os.O_RDWR)
-        try:
-            if not _try_lock(fd, fcntl.LOCK_SH):
-                found[unquote(path.name.removesuffix(_SUFFIX))] = _read_holder(fd)
-        finally:
-            os.close(fd)
-    return found
+    held = {path: Holder("", 0, 0.0) for path in sorted(lock_dir.glob("*" + _SUFFIX))}
+    for look in range(_LOOKS):
+        if look and held:
+            time.sleep(_BETWEEN_LOOKS_S)
+        held = {path: holder for path in held if (holder := _holder_of(path))}
+    return {unquote(path.name.removesuffix(_SUFFIX)): holder for path, holder in held.items()}
 
 
 def claim(
@@ -113,16 +110,19 @@ def claim(
 ) -> Claim | Shortage:
     """Chooses (see `gpus.choose`) and locks; chooses again where another start was faster."""
     for _ in range(len(gpus) + 1):
+        held = holders(lock_dir)
         choice = gpu_choice.choose(
             gpus,
             count,
-            locked=locked(lock_dir),
+            locked=frozenset(held),
             wanted=wanted,
             min_free_bytes=min_free_bytes,
             min_free_fraction=min_free_fraction,
         )
         if isinstance(choice, Shortage):
-            return choice
+            named = {uuid: f"locked by {holder}" for uuid, holder in held.items()}
+            reasons = {uuid: named.get(uuid, reason) for uuid, reason in choice.held.items()}
+            return replace(choice, held=reasons)
         try:
             return Claim(choice, tuple(take(lock_dir, choice, owner=owner)))
         except NoFreeGpu:
@@ -133,7 +133,7 @@ def claim(
 def _lock(lock_dir: Path, uuid: str, owner: str) -> int:
     path = lock_dir / (quote(uuid, safe="") + _SUFFIX)
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
-    if not _try_lock(fd, fcntl.LOCK_EX):
+    if not _try_lock_patiently(fd):
         holder = _read_holder(fd)
         os.close(fd)
         raise NoFreeGpu(
@@ -146,16 +146,30 @@ def _lock(lock_dir: Path, uuid: str, owner: str) -> int:
     return fd
 
 
-def _try_lock(fd: int, kind: int) -> bool:
+def _try_lock_patiently(fd: int) -> bool:
     for look in range(_LOOKS):
         if look:
             time.sleep(_BETWEEN_LOOKS_S)
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        if _try_lock(fd, fcntl.LOCK_EX):
             return True
-        except BlockingIOError:
-            continue
     return False
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _holder_of(path: Path) -> Holder | None:
+    """Who holds this lock at this moment."""
+    fd = open_private(path, os.O_RDWR)
+    try:
+        return None if _try_lock(fd, fcntl.LOCK_SH) else _read_holder(fd)
+    finally:
+        os.close(fd)
 
 
 def _read_holder(fd: int) -> Holder:

@@ -181,7 +181,7 @@ def _not_a_python(path: str, why: str) -> Unusable:
 
 
 def _stamps(python: str, search_path: Iterable[str]) -> tuple[int, ...]:
-    """When the interpreter and the folders it searches were last changed; 0 for one that is gone."""
+    """When the interpreter and the folders it searches last changed; 0 for one that is gone."""
     stamps = []
     for path in (python, *search_path):
         try:

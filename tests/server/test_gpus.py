@@ -1,0 +1,313 @@
+"""GPUs through the real pynvml over a scripted stub library, and the pure choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm.server import gpus
+from airflow_provider_vllm.server.gpus import Gpu, GpuProcess, Shortage
+from tests.fakes.nvml import FakeGpu, FakeMig, NvmlStub
+
+GIB = 1024**3
+
+# Evaluates one expression a line, so that one process can see its GPUs change.
+ASK = """
+import dataclasses, json, sys
+from airflow_provider_vllm.server import gpus
+for line in sys.stdin:
+    print(json.dumps(eval(line), default=dataclasses.asdict), flush=True)
+"""
+
+
+class Asker:
+    """A process of its own whose NVML is the stub."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ASK],
+            env={**os.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, expression: str) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(expression + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
+    return NvmlStub.build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def stub(library: NvmlStub) -> NvmlStub:
+    library.write()
+    return library
+
+
+@pytest.fixture
+def ask(stub: NvmlStub) -> Iterator[Asker]:
+    asker = Asker(stub.environ)
+    yield asker
+    asker.close()
+
+
+def test_reads_name_memory_processes_and_capability(stub: NvmlStub, ask: Asker) -> None:
+    stub.write(
+        FakeGpu("GPU-a", reserved=GIB, used=3 * GIB, processes={4711: 2 * GIB, 4712: GIB}),
+        FakeGpu("GPU-b", name="NVIDIA L4", total=24 * GIB, capability=(8, 9)),
+    )
+    first, second = ask("gpus.list_gpus()")
+    assert first == {
+        "uuid": "GPU-a",
+        "index": 0,
+        "name": "NVIDIA H100 80GB HBM3",
+        "total_bytes": 79 * GIB,  # without the driver's reserve
+        "free_bytes": 76 * GIB,
+        "used_bytes": 3 * GIB,
+        "processes": [
+            {"pid": 4711, "used_bytes": 2 * GIB},
+            {"pid": 4712, "used_bytes": GIB},
+        ],
+        "compute_capability": [9, 0],
+        "parent_uuid": None,
+    }
+    assert (second["name"], second["index"], second["compute_capability"]) == (
+        "NVIDIA L4",
+        1,
+        [8, 9],
+    )
+    assert ask("gpus.driver_present()") is True
+    assert (
+        ask("gpus.driver_status()")
+        == "NVIDIA driver 580.95.05, CUDA 13.0, 2 GPU(s) or MIG device(s)"
+    )
+
+
+def test_a_gpu_in_mig_mode_is_listed_as_its_mig_devices(stub: NvmlStub, ask: Asker) -> None:
+    migs = (FakeMig("MIG-1", place=0), FakeMig("MIG-2", place=5, processes={9: GIB}, used=GIB))
+    stub.write(FakeGpu("GPU-a", mig=migs), FakeGpu("GPU-b", mig=()), FakeGpu("GPU-c"))
+    found = ask("gpus.list_gpus()")
+    assert [(gpu["uuid"], gpu["parent_uuid"]) for gpu in found] == [
+        ("MIG-1", "GPU-a"),
+        ("MIG-2", "GPU-a"),
+        ("GPU-c", None),
+    ]
+    assert found[1]["processes"] == [{"pid": 9, "used_bytes": GIB}]
+    assert (found[1]["total_bytes"], found[1]["free_bytes"]) == (20 * GIB, 19 * GIB)
+    assert found[1]["compute_capability"] == [9, 0]
+
+
+def test_one_process_sees_memory_and_devices_change(stub: NvmlStub, ask: Asker) -> None:
+    seen = []
+    for used in (0, 60 * GIB, 0):
+        stub.write(FakeGpu("GPU-a", used=used, processes={7: used} if used else {}))
+        (gpu,) = ask("gpus.list_gpus()")
+        seen.append((gpu["free_bytes"] // GIB, len(gpu["processes"])))
+    assert seen == [(80, 0), (20, 1), (80, 0)]
+    stub.write()
+    assert ask("gpus.list_gpus()") == []
+    assert ask("gpus.driver_status()") == "the NVIDIA driver lists no GPU"
+
+
+def test_a_lost_gpu_hides_only_itself(stub: NvmlStub, ask: Asker) -> None:
+    stub.write(FakeGpu("GPU-a", result=15), FakeGpu("GPU-b"))
+    assert [gpu["uuid"] for gpu in ask("gpus.list_gpus()")] == ["GPU-b"]
+    assert "GPU 0 cannot be read: GPU is lost" in ask("gpus.driver_status()")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (9, "kernel driver is not loaded"),
+        (18, "differ in version; restart this worker's host"),
+        (999, "does not answer: Unknown Error"),
+    ],
+)
+def test_a_driver_that_does_not_start_is_named(
+    stub: NvmlStub, ask: Asker, code: int, why: str
+) -> None:
+    stub.write(FakeGpu("GPU-a"), init_result=code)
+    assert ask("gpus.list_gpus()") == []
+    assert ask("gpus.driver_present()") is False
+    assert why in ask("gpus.driver_status()")
+
+
+def test_without_a_driver_nothing_is_listed_and_the_reason_is_said(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").touch()  # before any real one on the search path
+    ask = Asker({"LD_LIBRARY_PATH": str(tmp_path)})
+    try:
+        assert ask("gpus.list_gpus()") == []
+        assert ask("gpus.driver_present()") is False
+        assert "no NVIDIA driver on this host" in ask("gpus.driver_status()")
+    finally:
+        ask.close()
+
+
+def test_memory_of_older_drivers_and_of_gpus_that_share_the_hosts(
+    stub: NvmlStub, ask: Asker
+) -> None:
+    stub.write(FakeGpu("GPU-a", reserved=GIB, used=3 * GIB), memory_results=(0, 13))
+    (gpu,) = ask("gpus.list_gpus()")
+    assert (gpu["total_bytes"], gpu["free_bytes"]) == (80 * GIB, 76 * GIB)
+    stub.write(FakeGpu("GPU-a"), memory_results=(3, 3))
+    (gpu,) = ask("gpus.list_gpus()")
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    assert 0 < gpu["free_bytes"] <= gpu["total_bytes"]
+    assert gpu["total_bytes"] <= int(fields["MemTotal"].split()[0]) * 1024
+
+
+def test_a_worker_bound_to_some_gpus_lists_only_those(stub: NvmlStub, ask: Asker) -> None:
+    stub.write(*(FakeGpu(f"GPU-{name}") for name in "abc"))
+    listed = ask("gpus.list_gpus({'CUDA_VISIBLE_DEVICES': '2,0'})")
+    assert [gpu["uuid"] for gpu in listed] == ["GPU-c", "GPU-a"]
+
+
+def test_importing_needs_no_pynvml() -> None:
+    code = "import sys, airflow_provider_vllm.server.gpus; sys.exit('pynvml' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def gpu(
+    uuid: str, *, free: int = 80, total: int = 80, pids: tuple[int, ...] = (), **more: Any
+) -> Gpu:
+    processes = tuple(GpuProcess(pid, GIB) for pid in pids)
+    index = more.pop("index", 0)
+    name = more.pop("name", "H100")
+    used = (total - free) * GIB
+    return Gpu(uuid, index, name, total * GIB, free * GIB, used, processes, **more)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "abc"),
+        ("", ""),
+        ("1", "b"),
+        ("2, 0", "ca"),
+        ("GPU-c", "c"),
+        ("GPU-b,GPU-a", "ba"),
+        ("0,9,1", "a"),  # as CUDA: the first wrong entry ends the list
+        ("-1", ""),
+        ("GPU-", ""),  # names three
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(value: str | None, expected: str) -> None:
+    listed = [gpu(f"GPU-{name}", index=index) for index, name in enumerate("abc")]
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert [g.uuid for g in gpus.allowed(listed, environ)] == [f"GPU-{c}" for c in expected]
+
+
+def test_fewest_processes_come_first_then_most_free_memory() -> None:
+    listed = [gpu("a", free=70, pids=(1,)), gpu("b", free=30), gpu("c", free=60)]
+    assert gpus.choose(listed, 1) == ("c",)
+    assert gpus.choose(listed, 2) == ("c", "b")
+    assert gpus.choose(listed, 3) == ("c", "b", "a")
+    assert gpus.choose(listed, 0) == ()
+
+
+def test_several_gpus_are_of_one_kind_where_that_is_possible() -> None:
+    listed = [gpu("a"), gpu("b", name="L4", free=20, total=24), gpu("c", pids=(1, 2))]
+    assert gpus.choose(listed, 2) == ("a", "c")
+    assert gpus.choose(listed, 3) == ("a", "b", "c")
+
+
+def test_a_shortage_says_what_holds_each_gpu() -> None:
+    me = GpuProcess(os.getpid(), 70 * GIB)
+    full = dataclasses.replace(gpu("b", free=10), processes=(me,))
+    found = gpus.choose([gpu("a"), full], 1, locked=frozenset("a"), min_free_bytes=40 * GIB)
+    assert isinstance(found, Shortage)
+    assert (found.asked, found.free, found.waiting_helps) == (1, (), True)
+    assert found.held["a"] == "locked by a vLLM server of this provider"
+    assert "10.00 GiB of 80.00 GiB free, 40.00 GiB needed" in found.held["b"]
+    assert f"pid {os.getpid()}" in found.held["b"]
+    assert "70.00 GiB" in found.held["b"]
+    assert "a: locked" in str(found)
+    assert "0 can be had" in str(found)
+
+
+def test_waiting_does_not_help_for_what_the_worker_does_not_have() -> None:
+    few = gpus.choose([gpu("a")], 2)
+    small = gpus.choose([gpu("a", total=24, free=24)], 1, min_free_bytes=40 * GIB)
+    none = gpus.choose([], 1)
+    unknown = gpus.choose([gpu("a")], 1, wanted=("GPU-x",))
+    for found in (few, small, none, unknown):
+        assert isinstance(found, Shortage)
+        assert not found.waiting_helps
+        assert "Waiting does not help" in str(found)
+    busy = gpus.choose([gpu("a", free=1)], 1, min_free_fraction=0.9)
+    assert isinstance(busy, Shortage)
+    assert busy.waiting_helps
+
+
+def test_wanted_gpus_are_taken_in_their_order_or_not_at_all() -> None:
+    listed = [gpu("GPU-aa"), gpu("GPU-ab"), gpu("GPU-c", pids=(1,))]
+    assert gpus.choose(listed, 1, wanted=("GPU-c", "GPU-aa")) == ("GPU-c", "GPU-aa")
+    assert gpus.choose(listed, 1, wanted=("GPU-ab",)) == ("GPU-ab",)
+    assert gpus.choose(listed, 1, wanted=("GPU-c",), locked=frozenset({"GPU-aa"})) == ("GPU-c",)
+    for wanted, reason in {
+        ("GPU-a",): "several GPUs begin like this",
+        ("GPU-c", "GPU-c"): "asked for twice",
+        ("GPU-x",): "not a GPU of this worker",
+    }.items():
+        found = gpus.choose(listed, 1, wanted=wanted)
+        assert isinstance(found, Shortage)
+        assert found.held[wanted[-1]] == reason
+
+
+def test_a_mig_device_is_used_alone() -> None:
+    listed = [gpu("MIG-1", parent_uuid="GPU-a"), gpu("MIG-2", parent_uuid="GPU-a"), gpu("GPU-b")]
+    assert gpus.choose(listed, 1, locked=frozenset({"GPU-b"})) == ("MIG-1",)
+    found = gpus.choose(listed, 2)
+    assert isinstance(found, Shortage)
+    assert not found.waiting_helps
+    found = gpus.choose(listed, 2, wanted=("MIG-1", "MIG-2"))
+    assert isinstance(found, Shortage)
+    assert "only one" in found.held["MIG-1"]
+
+
+def test_memory_that_does_not_come_back_is_told_by_difference() -> None:
+    before = [gpu("a", free=70, pids=(1,)), gpu("b"), gpu("gone")]
+    after = [gpu("a", free=40, pids=(1, 55)), gpu("b", free=79)]
+    (left,) = gpus.memory_returned(before, after, tolerance=2 * GIB)
+    assert (left.uuid, left.missing_bytes, [p.pid for p in left.holders]) == ("a", 30 * GIB, [55])
+    assert "30.00 GiB more in use" in str(left)
+    assert "pid 55" in str(left)
+    assert gpus.memory_returned(before, before) == ()
+    (left,) = gpus.memory_returned([gpu("a")], [gpu("a", free=1)])
+    assert "no process that holds it" in str(left)
+
+
+def test_a_process_is_named_only_where_pids_are_the_hosts() -> None:
+    text = gpus.describe_process(GpuProcess(os.getpid(), GIB))
+    in_host = str(Path("/proc/self/ns/pid").readlink()) == "pid:[4026531836]"
+    name = Path("/proc/self/comm").read_text().strip() if in_host else "the host's number"
+    assert text == f"pid {os.getpid()} ({name}, 1.00 GiB)"
+
+
+def test_the_environment_names_gpus_by_uuid_where_vllm_reads_them() -> None:
+    listed = [gpu("GPU-a", index=0), gpu("GPU-b", index=3)]
+    assert gpus.visible_devices(["GPU-b", "GPU-a"]) == "GPU-b,GPU-a"
+    assert gpus.device_environ(("GPU-b",), listed) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    assert gpus.device_environ((), listed) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert gpus.device_environ(("GPU-b", "GPU-a"), listed, reads_uuids=False) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "3,0",
+    }
