@@ -12,16 +12,20 @@ from collections.abc import Mapping
 MASK = "***"
 
 _ALLOWED_NAMES = frozenset(
-    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH NO_COLOR DO_NOT_TRACK "
-    "XDG_CACHE_HOME XDG_CONFIG_HOME HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy https_proxy "
-    "no_proxy all_proxy SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE CC CXX "
-    "HF_HOME HF_ENDPOINT HF_TOKEN HF_TOKEN_PATH HUGGING_FACE_HUB_TOKEN MODELSCOPE_CACHE KMP_AFFINITY "
-    "GLOG_minloglevel".split()
+    """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH NO_COLOR DO_NOT_TRACK
+    XDG_CACHE_HOME XDG_CONFIG_HOME HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy https_proxy
+    no_proxy all_proxy SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE CC CXX
+    HF_HOME HF_ENDPOINT HF_TOKEN HF_TOKEN_PATH HUGGING_FACE_HUB_TOKEN MODELSCOPE_CACHE KMP_AFFINITY
+    GLOG_minloglevel
+    """.split()  # noqa: SIM905 - forty names read better as text
 )
-_ALLOWED_PREFIXES = (
-    "LC_ CUDA_ NVIDIA_ NCCL_ VLLM_ HF_HUB_ HF_XET_ TRANSFORMERS_ TOKENIZERS_ TORCH_ TORCHINDUCTOR_ PYTORCH_ "
-    "TRITON_ FLASHINFER_ OMP_ MKL_ GLOO_ UCX_ RAY_ ROCM_ HIP_ HSA_ ROCR_ SLURM_ TP_"
-).split()
+_ALLOWED_PREFIXES = tuple(
+    """
+    LC_ CUDA_ NVIDIA_ NCCL_ VLLM_ HF_HUB_ HF_XET_ TRANSFORMERS_ TOKENIZERS_ TORCH_ TORCHINDUCTOR_
+    PYTORCH_ TRITON_ FLASHINFER_ OMP_ MKL_ GLOO_ UCX_ RAY_ ROCM_ HIP_ HSA_ ROCR_ SLURM_ TP_
+    """.split()  # noqa: SIM905
+)
 _DENIED_NAMES = frozenset({"VLLM_API_KEY"})
 
 _SECRET_NAME = re.compile(
@@ -42,5 +46,5 @@ def allowed(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name not in _DENIED_NAMES
-        and (name in _ALLOWED_NAMES or any(name.startswith(prefix) for prefix in _ALLOWED_PREFIXES))
+        and (name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES))
     }

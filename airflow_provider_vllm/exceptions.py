@@ -13,9 +13,10 @@
     │   ├── PreflightFailed              what would fail before the weights are loaded
     │   ├── NoFreeGpu                    not enough free GPUs right now
     │   └── InsecurePath                 a folder or file that others could have prepared or read
-    └── BatchError
-        ├── BatchFailed                  too many rows failed, or the engine failed for good
-        └── RequestFailed                one request; `transient` says whether to send it again
+    ├── BatchError
+    │   ├── BatchFailed                  too many rows failed, or the engine failed for good
+    │   └── RequestFailed                one request; `transient` says whether to send it again
+    └── TaskInterrupted                  the task was killed: marked, cleared, or its worker shut down
 
 Messages say what happened, where the evidence is, and what to do next, in that order.
 """
@@ -118,3 +119,7 @@ class RequestFailed(BatchError):
         super().__init__(message)
         self.status = status
         self.transient = transient
+
+
+class TaskInterrupted(VllmError):
+    """The task was killed while it worked; raised so that `execute()` unwinds and retries apply."""

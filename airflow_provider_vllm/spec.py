@@ -143,17 +143,23 @@ class ServerSpec:
         if isinstance(value, ServerSpec):
             return value
         if not isinstance(value, Mapping):
-            raise InvalidSpec(f"spec is a {type(value).__name__}: give a ServerSpec or a dict of its fields.")
+            raise InvalidSpec(
+                f"spec is a {type(value).__name__}: give a ServerSpec or a dict of its fields."
+            )
+        cls.check_names(value)
+        if "model" not in value:
+            raise InvalidSpec("ServerSpec.model is missing: give a local path or a hub id.")
+        return cls(**value)
+
+    @classmethod
+    def check_names(cls, value: Mapping[str, Any]) -> None:
+        """Raises InvalidSpec where `value` has a key that is no field."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(value) - known)
-        if unknown:
+        if unknown := sorted(set(value) - known, key=str):
             raise InvalidSpec(
                 f"ServerSpec has no field {', '.join(map(repr, unknown))}. Options of vLLM go into "
                 f"engine_args. Fields: {', '.join(sorted(known))}."
             )
-        if "model" not in value:
-            raise InvalidSpec("ServerSpec.model is missing: give a local path or a hub id.")
-        return cls(**value)
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values, `env` in clear: for the worker's own state directory only."""
@@ -224,9 +230,10 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _number(name: str, value: Any, *, low: float, high: float | None = None, whole: bool = False) -> None:
-    kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
+def _number(
+    name: str, value: Any, *, low: float, high: float | None = None, whole: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and not isinstance(value, int)):
         raise InvalidSpec(
             f"ServerSpec.{name} is {value!r} ({type(value).__name__}): give {'an integer' if whole else 'a number'}."
         )
@@ -262,12 +269,16 @@ def _engine_args(value: Any) -> dict[str, Any]:
 def _engine_arg(name: Any, value: Any) -> Any:
     where = f"ServerSpec.engine_args[{name!r}]"
     if not isinstance(name, str) or not _ARG_NAME.match(name):
-        raise InvalidSpec(f"{where} is no option name: write it as in vLLM's help, without dashes before it.")
+        raise InvalidSpec(
+            f"{where} is no option name: write it as in vLLM's help, without dashes before it."
+        )
     plain = name.partition(".")[0].replace("-", "_").lower()
     for owned, instead in OWNED_ARGS.items():
         # argparse takes any unambiguous beginning of an option for the option.
         if owned == plain or owned.startswith(plain) or plain == f"no_{owned}":
-            raise InvalidSpec(f"{where} is set by the provider (--{owned.replace('_', '-')}): {instead}.")
+            raise InvalidSpec(
+                f"{where} is set by the provider (--{owned.replace('_', '-')}): {instead}."
+            )
     if value is None or isinstance(value, (bool, *_SCALARS)):
         return value
     if isinstance(value, Mapping):
@@ -279,7 +290,9 @@ def _engine_arg(name: Any, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(item, _SCALARS) for item in value):
         for item in value:
             if str(item).startswith("-"):
-                raise InvalidSpec(f"{where} has the item {item!r}: an item can't start with a dash.")
+                raise InvalidSpec(
+                    f"{where} has the item {item!r}: an item can't start with a dash."
+                )
         return list(value)
     raise InvalidSpec(
         f"{where} is a {type(value).__name__}: give a text, number, True, False, None, a list of texts "
@@ -304,10 +317,18 @@ def _command(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     words = shlex.split(value) if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, str) for w in words):
-        raise InvalidSpec(f"ServerSpec.command is {value!r}: give a command line or a list of its words.")
+    if (
+        not isinstance(words, (list, tuple))
+        or not words
+        or not all(isinstance(w, str) for w in words)
+    ):
+        raise InvalidSpec(
+            f"ServerSpec.command is {value!r}: give a command line or a list of its words."
+        )
     if not any("{port}" in word for word in words):
-        raise InvalidSpec("ServerSpec.command has no {port}: the provider has to tell the server its port.")
+        raise InvalidSpec(
+            "ServerSpec.command has no {port}: the provider has to tell the server its port."
+        )
     return tuple(words)
 
 
@@ -315,7 +336,10 @@ def _lora(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and re.match(r"^\w[^=]*$", k) and isinstance(v, str) and v for k, v in value.items()
+        isinstance(k, str) and re.match(r"^\w[^=]*$", k) and isinstance(v, str) and v
+        for k, v in value.items()
     ):
-        raise InvalidSpec(f"ServerSpec.lora_modules is {value!r}: give a dict of adapter name to path.")
+        raise InvalidSpec(
+            f"ServerSpec.lora_modules is {value!r}: give a dict of adapter name to path."
+        )
     return dict(value) or None

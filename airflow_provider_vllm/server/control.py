@@ -55,7 +55,7 @@ def build_app(
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(errors="replace"), f"Bearer {token}".encode()):
             return web.json_response({"error": "unauthorized"}, status=401)
-        return await handler(request)  # type: ignore[no-any-return]
+        return await handler(request)
 
     async def get_status(_: web.Request) -> web.Response:
         return web.json_response(dict(status()), dumps=lambda data: json.dumps(data, default=list))
@@ -65,7 +65,7 @@ def build_app(
         if not offset.isdigit():
             return web.json_response({"error": "offset has to be a number of bytes"}, status=400)
         try:
-            with open(log_file, "rb") as lines:
+            with log_file.open("rb") as lines:
                 size = lines.seek(0, 2)
                 lines.seek(min(int(offset), size))
                 data = lines.read(MAX_LOG)
@@ -77,8 +77,12 @@ def build_app(
 
     async def post_renew(request: web.Request) -> web.Response:
         value = (await _body(request)).get("idle_timeout")
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-            return web.json_response({"error": "idle_timeout has to be a number of seconds"}, status=400)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0
+        ):
+            return web.json_response(
+                {"error": "idle_timeout has to be a number of seconds"}, status=400
+            )
         renew(value)
         return web.json_response({})
 
@@ -140,7 +144,9 @@ class ControlClient:
     def stop(self, reason: str) -> None:
         self._json("POST", "/stop", {"reason": reason})
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _json(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         data, _ = self._request(method, path, body)
         try:
             return dict(json.loads(data))
@@ -169,4 +175,4 @@ class ControlClient:
                 f"The supervisor at {self._url} answered {response.status} to {path.partition('?')[0]}: another "
                 "process has its port, or the server was started again with another key."
             )
-        return data, {name: value for name, value in response.getheaders()}
+        return data, dict(response.getheaders())

@@ -84,7 +84,7 @@ def kill_tree(seconds=5.0):
 
 def reap():
     """Collect every child that has ended: {pid: exit status}."""
-    ended = {}
+    ended: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -109,7 +109,9 @@ class Guard:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.child = spawn(command, log_fd, (control_fd, status_fd, self.wake_read, self.wake_write))
+        self.child = spawn(
+            command, log_fd, (control_fd, status_fd, self.wake_read, self.wake_write)
+        )
         os.close(log_fd)
         self.say(f"started {self.child}")
 

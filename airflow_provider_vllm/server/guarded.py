@@ -43,13 +43,25 @@ class GuardedProcess:
         self._heard = 0.0
 
     async def start(
-        self, command: Sequence[str], environ: Mapping[str, str], log_path: Path, lock_fds: Sequence[int]
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log_path: Path,
+        lock_fds: Sequence[int],
     ) -> None:
         """Start the guard and wait until it has started the command. Raises OSError."""
         control_read, self._control = os.pipe()
         status_read, status_write = os.pipe()
         log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        words = [sys.executable, "-I", "-S", str(GUARD), str(control_read), str(status_write), str(log_fd)]
+        words = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(GUARD),
+            str(control_read),
+            str(status_write),
+            str(log_fd),
+        ]
         try:
             # A session of its own, so that no signal to the supervisor's group reaches it.
             self._process = subprocess.Popen(
@@ -97,7 +109,9 @@ class GuardedProcess:
             self._say(b"b")
             silent = loop.time() - self._heard
             if silent > GUARD_FROZEN_S:
-                log.error("the guard (pid %s) has been silent for %.0f s: it is ended", self.guard, silent)
+                log.error(
+                    "the guard (pid %s) has been silent for %.0f s: it is ended", self.guard, silent
+                )
                 self._process.kill()
                 return
             if silent > ECHO_S:
@@ -119,8 +133,9 @@ class GuardedProcess:
             return None
         self._killed = asyncio.get_running_loop().create_future()
         self._say(b"k")
-        gone = asyncio.create_task(self.guard_gone.wait())
-        await asyncio.wait({self._killed, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        gone: asyncio.Future[bool] = asyncio.ensure_future(self.guard_gone.wait())
+        waiting: list[asyncio.Future[Any]] = [self._killed, gone]
+        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         return self._killed.result() if self._killed.done() else None
 

@@ -47,7 +47,9 @@ class ServerHandle:
         data = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
         missing = sorted(set(cls.__dataclass_fields__) - set(data))
         if missing:
-            raise InvalidHandle(f"The server handle has no {', '.join(missing)}: run the start task again.")
+            raise InvalidHandle(
+                f"The server handle has no {', '.join(missing)}: run the start task again."
+            )
         check_server_id(data["server_id"])
         if not isinstance(data["nonce"], str) or not NONCE.match(data["nonce"]):
             raise InvalidHandle(
@@ -82,5 +84,3 @@ class ServerHandle:
             if generation.path.name.endswith(f"-{self.nonce}"):
                 return generation
         return None
-
-

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import airflow_provider_vllm
 from airflow_provider_vllm.environment import allowed
-from airflow_provider_vllm.exceptions import InvalidSpec, PreflightFailed, ServerError
+from airflow_provider_vllm.exceptions import InvalidSpec, ServerError
 from airflow_provider_vllm.server import gpus as gpu_list
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.order import Order, new_key, port_is_taken
@@ -48,13 +48,14 @@ class LaunchOptions:
     keep_failed_days: float = 7
 
 
-def launch(spec: ServerSpec, server_id: str, root: StateRoot, options: LaunchOptions) -> ServerHandle:
+def launch(
+    spec: ServerSpec, server_id: str, root: StateRoot, options: LaunchOptions
+) -> ServerHandle:
     """Start a server; returns as soon as its supervisor runs, long before it is ready.
 
     Raises InvalidSpec, PreflightFailed, ServerError; nothing is left behind then.
     """
     spec = resolve(spec)
-    python = check(spec, root, options)
     sweep(root, keep_failed_days=options.keep_failed_days)
     with root.server_lock(server_id):
         for earlier in root.generations(server_id):
@@ -64,6 +65,8 @@ def launch(spec: ServerSpec, server_id: str, root: StateRoot, options: LaunchOpt
                 f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. Use port=0 for a free one, or end "
                 f"what listens there (`ss -ltnp 'sport = :{spec.port}'` names it)."
             )
+        # After the earlier starts are gone: what they held must not count as missing.
+        python = check(spec, root, options)
         directory = root.new_generation(server_id)
         number, _, nonce = directory.path.name.partition("-")
         order = Order(server_id, int(number), nonce, spec, python, options.owner, options.task)
@@ -86,26 +89,23 @@ def check(spec: ServerSpec, root: StateRoot, options: LaunchOptions) -> str:
     Raises InvalidSpec, PreflightFailed.
     """
 
+    from airflow_provider_vllm.server import preflight
     from airflow_provider_vllm.server.interpreter import require_vllm
 
     python = spec.python or options.python
     if not spec.command:
         python = require_vllm(python).path
-    if spec.preflight == "off" or spec.command:
-        return python
-    from airflow_provider_vllm.server import preflight
-
-    found = preflight.check(
-        ServerSpec.of({**spec.to_json(), "python": python}),
-        gpus=gpu_list.list_gpus(),
-        state_root=root.path,
-        environ={**allowed(os.environ), **spec.env},
-    )
-    errors = [finding for finding in found if finding.level == "error"]
-    for finding in found:
-        log.warning("preflight: %s", finding)
-    if errors and spec.preflight == "fail":
-        raise PreflightFailed("\n".join(f"{finding.message} {finding.fix}" for finding in errors))
+    if spec.preflight != "off":
+        found = preflight.check(
+            spec,
+            gpus=gpu_list.list_gpus(),
+            state_root=root.path,
+            environ=os.environ,
+            python=python,
+        )
+        for finding in found:
+            log.warning("preflight %s: %s", finding.level, finding)
+        preflight.enforce(found, spec.preflight)
     return python
 
 
@@ -123,7 +123,9 @@ def handle_of(current: ServerState, spec: ServerSpec) -> ServerHandle:
 
 
 def _start_supervisor(directory: GenerationDir, options: LaunchOptions) -> ServerState:
-    fd = os.open(directory.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    fd = os.open(
+        directory.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600
+    )
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "airflow_provider_vllm.server.supervisor", str(directory.path)],

@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from airflow_provider_vllm.environment import allowed
 from airflow_provider_vllm.server.gpus import visible_devices
@@ -63,10 +62,15 @@ class Order:
         if spec.lora_modules:
             if "enable_lora" not in {name.replace("-", "_") for name in spec.engine_args}:
                 words.append("--enable-lora")
-            words += ["--lora-modules", *(f"{name}={path}" for name, path in spec.lora_modules.items())]
+            words += [
+                "--lora-modules",
+                *(f"{name}={path}" for name, path in spec.lora_modules.items()),
+            ]
         return words
 
-    def environ(self, environ: Mapping[str, str], key: str, gpus: tuple[str, ...]) -> dict[str, str]:
+    def environ(
+        self, environ: Mapping[str, str], key: str, gpus: tuple[str, ...]
+    ) -> dict[str, str]:
         """The environment of vLLM: the allowed part of `environ`, the key, the GPUs, and the spec's own."""
         out = allowed(environ)
         out["PYTHONUNBUFFERED"] = "1"

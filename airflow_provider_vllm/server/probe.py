@@ -26,7 +26,9 @@ class Answer:
     detail: str = ""
 
 
-async def ask(session: aiohttp.ClientSession, base_url: str, key: str, model: str, timeout: float) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession, base_url: str, key: str, model: str, timeout: float
+) -> Answer:
     """One look at `/health` and `/v1/models`; takes at most about `timeout` seconds."""
     import aiohttp
 

@@ -26,7 +26,11 @@ class ProcessId:
 
     @classmethod
     def from_json(cls, value: object) -> ProcessId | None:
-        if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, int) for v in value):
+        if (
+            isinstance(value, (list, tuple))
+            and len(value) == 2
+            and all(isinstance(v, int) for v in value)
+        ):
             return cls(value[0], value[1])
         return None
 
@@ -126,7 +130,9 @@ def writes_to(pid: int, path: Path) -> bool:
     return False
 
 
-def tree_of(recorded: Iterable[ProcessId], session: int | None, log_paths: Iterable[Path]) -> list[Stat]:
+def tree_of(
+    recorded: Iterable[ProcessId], session: int | None, log_paths: Iterable[Path]
+) -> list[Stat]:
     """The live processes of one server.
 
     A process belongs to it when it was recorded by pid and start time, when it writes to the

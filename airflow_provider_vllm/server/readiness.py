@@ -42,7 +42,9 @@ def decide(current: ServerState, *, supervisor_alive: bool, now: float) -> Outco
         return Outcome(HAS_FAILED, current.message or "the server is being stopped")
     if current.state == state.READY:
         took = (current.ready_at or now) - current.started_at
-        return Outcome(IS_READY, f"{current.model} is ready at {current.base_url} after {took:.1f} s")
+        return Outcome(
+            IS_READY, f"{current.model} is ready at {current.base_url} after {took:.1f} s"
+        )
     stage = current.stage or current.state
     progress = f" {current.progress}" if current.progress else ""
     return Outcome(

@@ -109,7 +109,9 @@ class ServerState:
     def supervisor_alive(self) -> bool:
         """Whether the supervisor lives; only meaningful on its own host."""
         return (
-            self.pid_namespace == pid_namespace() and self.supervisor is not None and self.supervisor.alive
+            self.pid_namespace == pid_namespace()
+            and self.supervisor is not None
+            and self.supervisor.alive
         )
 
 
@@ -166,7 +168,9 @@ class GenerationDir:
 def check_server_id(server_id: object) -> str:
     """The id itself when it is safe as a path. Raises InvalidHandle."""
     if not isinstance(server_id, str) or not SERVER_ID.match(server_id) or ".." in server_id:
-        raise InvalidHandle(f"{server_id!r} is no server id: take the handle that the start task returned.")
+        raise InvalidHandle(
+            f"{server_id!r} is no server id: take the handle that the start task returned."
+        )
     return server_id
 
 
@@ -213,7 +217,12 @@ class StateRoot:
         found = []
         for entry in folder.iterdir() if folder.is_dir() else ():
             number, _, nonce = entry.name.partition("-")
-            if number.isdigit() and NONCE.match(nonce) and entry.is_dir() and not entry.is_symlink():
+            if (
+                number.isdigit()
+                and NONCE.match(nonce)
+                and entry.is_dir()
+                and not entry.is_symlink()
+            ):
                 found.append((int(number), entry))
         return [GenerationDir(path) for _, path in sorted(found)]
 

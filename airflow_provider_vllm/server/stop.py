@@ -17,7 +17,13 @@ from airflow_provider_vllm.exceptions import ServerUnreachable, StopFailed
 from airflow_provider_vllm.server import segments, state
 from airflow_provider_vllm.server.control import ControlClient, token_for
 from airflow_provider_vllm.server.processes import ProcessId, kill, tree_of
-from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot, pid_namespace, write_json
+from airflow_provider_vllm.server.state import (
+    GenerationDir,
+    ServerState,
+    StateRoot,
+    pid_namespace,
+    write_json,
+)
 
 POLL_S = 0.1
 # The supervisor needs at most its grace (5 s), the kill and the memory check.
@@ -94,7 +100,9 @@ def _ask(directory: GenerationDir, current: ServerState, reason: str) -> bool:
         return False
     if _gone(supervisor, ASKED_S):
         return True
-    log.warning("the supervisor (pid %s) did not end within %g s: it is killed", supervisor.pid, ASKED_S)
+    log.warning(
+        "the supervisor (pid %s) did not end within %g s: it is killed", supervisor.pid, ASKED_S
+    )
     supervisor.signal(signal.SIGKILL)
     return False
 
@@ -161,8 +169,15 @@ def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
             if not found.on_this_host or found.supervisor_alive:
                 continue
             if not found.settled:
-                log.warning("removing what is left of server %s (start %d)", found.server_id, found.generation)
-                swept.append(clean_up(directory, "its supervisor was killed; found by a later start") or found)
+                log.warning(
+                    "removing what is left of server %s (start %d)",
+                    found.server_id,
+                    found.generation,
+                )
+                swept.append(
+                    clean_up(directory, "its supervisor was killed; found by a later start")
+                    or found
+                )
             elif time.time() - (found.ended_at or found.updated_at) > keep_failed_days * 86400:
                 shutil.rmtree(directory.path, ignore_errors=True)
         except (StopFailed, OSError) as exc:

@@ -80,6 +80,11 @@ class Supervisor:
         self.gpus_before: tuple[gpus.Gpu, ...] = ()
         self.ending: asyncio.Future[End] | None = None
         self.asked: End | None = None
+        self.lease = Lease.start(
+            time.monotonic(),
+            idle_timeout=self.spec.idle_timeout,
+            max_lifetime=self.spec.max_lifetime,
+        )
 
     # -- what others see ---------------------------------------------------------------------
 
@@ -117,9 +122,6 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask_to_stop, f"supervisor got signal {number}")
-        self.lease = Lease.start(
-            time.monotonic(), idle_timeout=self.spec.idle_timeout, max_lifetime=self.spec.max_lifetime
-        )
         runner = await self.open_control()
         try:
             end = await self.claim_gpus() or await self.live()
@@ -248,12 +250,16 @@ class Supervisor:
             taken = self.news.read().port_taken or self.port_was_taken
         status = self.process.exit_status
         if taken:
-            self.finish(End(state.FAILED, "port_taken", f"the port {self.state.base_url} was taken"))
+            self.finish(
+                End(state.FAILED, "port_taken", f"the port {self.state.base_url} was taken")
+            )
         self.finish(End(state.FAILED, "exit", f"vLLM ended with exit status {status}"))
 
     async def watch_guard(self) -> None:
         await self.process.guard_gone.wait()
-        self.finish(End(state.FAILED, "guard_gone", "the guard of the vLLM processes was killed or gave up"))
+        self.finish(
+            End(state.FAILED, "guard_gone", "the guard of the vLLM processes was killed or gave up")
+        )
 
     port_was_taken = False
 
@@ -265,8 +271,12 @@ class Supervisor:
                 self.write(stage=news.stage or self.state.stage, progress=news.progress)
             if news.fatal:
                 log.error("fatal line: %s", news.fatal)
-                await asyncio.wait([asyncio.ensure_future(self.process.exited.wait())], timeout=LAST_WORDS_S)
-                self.finish(End(state.FAILED, "engine_dead", f"the engine died: {news.fatal[:300]}"))
+                await asyncio.wait(
+                    [asyncio.ensure_future(self.process.exited.wait())], timeout=LAST_WORDS_S
+                )
+                self.finish(
+                    End(state.FAILED, "engine_dead", f"the engine died: {news.fatal[:300]}")
+                )
             await asyncio.sleep(LOG_S)
 
     async def watch_answers(self, port: int) -> None:
@@ -278,7 +288,9 @@ class Supervisor:
         foreign = 0
         async with aiohttp.ClientSession() as session:
             while True:
-                answer = await probe.ask(session, url, self.key, self.spec.served_model_name, timeout=2)
+                answer = await probe.ask(
+                    session, url, self.key, self.spec.served_model_name, timeout=2
+                )
                 if answer.verdict == probe.OURS:
                     break
                 foreign = foreign + 1 if answer.verdict == probe.FOREIGN else 0
@@ -286,7 +298,9 @@ class Supervisor:
                     text = f"another server answers on {url}: {answer.detail}"
                     self.finish(End(state.FAILED, "port_taken", text))
                 if answer.verdict == probe.ENGINE_DEAD:
-                    self.finish(End(state.FAILED, "engine_dead", f"the engine died: {answer.detail}"))
+                    self.finish(
+                        End(state.FAILED, "engine_dead", f"the engine died: {answer.detail}")
+                    )
                 await asyncio.sleep(PROBE_S)
             self.renew(None)
             self.write(state=state.READY, ready_at=time.time(), stage=None, progress=None)
@@ -324,9 +338,7 @@ class Supervisor:
                 self.finish(End(state.STOPPED, "owner_gone", text))
             if self.state.state == state.LOADING:
                 if now - started > self.spec.startup_timeout:
-                    text = (
-                        f"not ready after {self.spec.startup_timeout:g} s (startup_timeout), stage: {self.state.stage}"
-                    )
+                    text = f"not ready after {self.spec.startup_timeout:g} s (startup_timeout), stage: {self.state.stage}"
                     self.finish(End(state.FAILED, "timeout", text))
                 # A load is bounded by its own time-out; its lease starts when it is ready.
                 self.lease = self.lease.renew(now)
@@ -378,7 +390,9 @@ class Supervisor:
             if started and not self.process.exited.is_set():
                 self.process.terminate()
                 grace = GRACE_LOADING_S if loading else GRACE_S
-                await asyncio.wait([asyncio.ensure_future(self.process.exited.wait())], timeout=grace)
+                await asyncio.wait(
+                    [asyncio.ensure_future(self.process.exited.wait())], timeout=grace
+                )
         left = await self.end_tree() if started else []
         notes = [f"still alive: pid {pid}" for pid in left]
         if started and self.gpus_before:
@@ -400,7 +414,8 @@ class Supervisor:
         recorded = [process for process in (self.process.engine, *self.state.tree) if process]
         left = await asyncio.to_thread(
             lambda: kill(
-                [stat.identity for stat in tree_of(recorded, session, [self.dir.log_file])], timeout=3
+                [stat.identity for stat in tree_of(recorded, session, [self.dir.log_file])],
+                timeout=3,
             )
         )
         removed = segments.remove(self.state.segments)
@@ -411,7 +426,9 @@ class Supervisor:
     async def memory_not_back(self) -> list[str]:
         """The driver needs a moment to free a killed process's memory; what stays is named."""
         deadline = time.monotonic() + 5
-        while held := gpus.memory_returned(self.gpus_before, await asyncio.to_thread(gpus.list_gpus)):
+        while held := gpus.memory_returned(
+            self.gpus_before, await asyncio.to_thread(gpus.list_gpus)
+        ):
             if time.monotonic() > deadline:
                 return [f"GPU memory has not come back: {item}" for item in held]
             await asyncio.sleep(0.25)
@@ -433,7 +450,9 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     directory = GenerationDir(Path(argv[1]))
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stdout
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stdout,
     )
     asyncio.run(Supervisor(directory).run())
     return 0

@@ -1,0 +1,94 @@
+"""Connection type `vllm`: a connection goes in, an `openai` client comes out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import BaseHook
+
+from airflow_provider_vllm.exceptions import InvalidInput
+
+if TYPE_CHECKING:
+    import openai
+
+    from airflow_provider_vllm.batch.endpoint import Endpoint
+
+
+class VllmHook(BaseHook):
+    """An OpenAI-compatible server behind a connection.
+
+    Connection: `host` (with `http://` or `https://`, or `schema`), `port`, `password` the API key, extra
+    `model` the served name (default: the first that the server lists) and `timeout` in seconds.
+    """
+
+    conn_name_attr = "vllm_conn_id"
+    default_conn_name = "vllm_default"
+    conn_type = "vllm"
+    hook_name = "vLLM"
+
+    def __init__(self, vllm_conn_id: str = default_conn_name, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.vllm_conn_id = vllm_conn_id
+
+    def get_conn(self) -> openai.OpenAI:
+        """An `openai.OpenAI` client of this server. Raises InvalidInput for a connection without a host."""
+        import openai
+
+        base_url, key, extra = self._connection()
+        # The client insists on a key; a server without one ignores it.
+        return openai.OpenAI(
+            base_url=f"{base_url}/v1",
+            api_key=key or "none",
+            timeout=float(extra.get("timeout") or 600),
+        )
+
+    def endpoint(self) -> Endpoint:
+        """The Endpoint for a batch. Raises InvalidInput where no model is named and none is listed."""
+        from airflow_provider_vllm.batch.endpoint import Endpoint
+
+        base_url, key, extra = self._connection()
+        return Endpoint(
+            base_url=base_url, model=str(extra.get("model") or self._first_model()), api_key=key
+        )
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Whether the server answers with the connection's key and serves its model."""
+        try:
+            base_url, _, extra = self._connection()
+            served = self._served()
+        except Exception as exc:
+            return False, f"{type(exc).__name__}: {exc}"
+        wanted = extra.get("model")
+        if wanted and wanted not in served:
+            return (
+                False,
+                f"{base_url} serves {', '.join(served) or 'nothing'}, not {wanted} (extra `model`)",
+            )
+        return True, f"{base_url} serves {', '.join(served)}"
+
+    def _served(self) -> list[str]:
+        with self.get_conn().with_options(timeout=10, max_retries=0) as client:
+            return [model.id for model in client.models.list()]
+
+    def _first_model(self) -> str:
+        served = self._served()
+        if not served:
+            raise InvalidInput(f"The server of connection {self.vllm_conn_id!r} serves no model.")
+        return served[0]
+
+    def _connection(self) -> tuple[str, str | None, dict[str, Any]]:
+        found = self.get_connection(self.vllm_conn_id)
+        extra = found.extra_dejson
+        host = (found.host or "").strip().rstrip("/")
+        if not host:
+            raise InvalidInput(
+                f"Connection {self.vllm_conn_id!r} has no host: give for example http://gpu-host and port 8000."
+            )
+        if "://" not in host:
+            host = f"{found.schema or 'http'}://{host}"
+        scheme, _, rest = host.partition("://")
+        name, slash, path = rest.partition("/")
+        if found.port and ":" not in name.rpartition("]")[2]:
+            name = f"{name}:{found.port}"
+        base = f"{scheme}://{name}{slash}{path}".removesuffix("/v1")
+        return base, found.password or None, extra

@@ -1,0 +1,216 @@
+"""The work task: prompts and a way to a server go in, answers or a manifest come out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import BaseOperator
+
+from airflow_provider_vllm import worker
+from airflow_provider_vllm.exceptions import (
+    BatchFailed,
+    InvalidInput,
+    NoFreeGpu,
+    ServerLost,
+    StartFailed,
+)
+from airflow_provider_vllm.operators.gpu_wait import reschedule
+from airflow_provider_vllm.operators.interrupt import Interruptible
+from airflow_provider_vllm.operators.spec_template import SpecTemplate
+from airflow_provider_vllm.policies.retry import VllmRetryPolicy
+from airflow_provider_vllm.spec import ServerSpec
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+    from airflow.sdk.definitions.retry_policy import RetryPolicy
+
+    from airflow_provider_vllm.batch.run import BatchResult
+    from airflow_provider_vllm.batch.spec import BatchSpec
+    from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
+
+
+class VllmBatchOperator(Interruptible, BaseOperator):
+    """Run a batch of prompts on a vLLM server.
+
+    The server, exactly one of:
+
+    :param spec: a ServerSpec or a dict of its fields: this task starts it and ends it.
+    :param server: the handle from StartVllmServerOperator.
+    :param vllm_conn_id: a connection of type `vllm` to a server that somebody else runs.
+
+    The rows, exactly one of:
+
+    :param prompts: a list of strings, chat messages or OpenAI batch rows (a list, or another task's output).
+    :param input_path: file, URL or glob, or a list of them; JSONL, CSV, Parquet or text.
+
+    :param output_path: the results file; needed with `input_path`.
+    :param endpoint: `chat` (default), `completions`, `embeddings` and others, or their URL path.
+    :param sampling: sampling parameters of every row (`temperature`, `max_tokens`, ...); a row's own win.
+    :param batch: further fields of `airflow_provider_vllm.batch.spec.BatchSpec` by name.
+    :param server_restarts: how often a lost server is started again.
+    :param apply_remedy: as in StartVllmServerOperator, for `spec`.
+
+    Returns the answers in input order for `prompts` without `output_path` (None where a row failed),
+    else the manifest. XCom key `manifest` holds the manifest in both cases, `diagnosis` why a server failed.
+    """
+
+    template_fields: Sequence[str] = (
+        "spec",
+        "server",
+        "prompts",
+        "input_path",
+        "output_path",
+        "sampling",
+        "batch",
+    )
+    template_fields_renderers = {"spec": "json", "sampling": "json", "batch": "json"}  # noqa: RUF012 - Airflow's own attribute
+    ui_color = "#d8e4f0"
+
+    def __init__(
+        self,
+        *,
+        spec: ServerSpec | Mapping[str, Any] | None = None,
+        server: Mapping[str, Any] | None = None,
+        vllm_conn_id: str | None = None,
+        prompts: Sequence[Any] | None = None,
+        input_path: str | Sequence[str] | None = None,
+        output_path: str | None = None,
+        endpoint: str = "chat",
+        sampling: Mapping[str, Any] | None = None,
+        batch: Mapping[str, Any] | None = None,
+        server_restarts: int = 2,
+        apply_remedy: bool = False,
+        retries: int = 2,
+        retry_policy: RetryPolicy | None = VllmRetryPolicy(),  # noqa: B008 - immutable; read from the signature for mapped tasks
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(retries=retries, retry_policy=retry_policy, **kwargs)
+        given = [
+            name
+            for name, value in (("spec", spec), ("server", server), ("vllm_conn_id", vllm_conn_id))
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise InvalidInput(
+                f"VllmBatchOperator {self.task_id!r} has {' and '.join(given) or 'no server'}: give exactly one of spec (a server of its own), "
+                "server (a handle) and vllm_conn_id (somebody else's server)."
+            )
+        self.spec = None if spec is None else SpecTemplate.of(spec, self)
+        self.server = server
+        self.vllm_conn_id = vllm_conn_id
+        self.prompts = prompts
+        self.input_path = input_path
+        self.output_path = output_path
+        self.endpoint = endpoint
+        self.sampling = sampling
+        self.batch = batch
+        self.server_restarts = server_restarts
+        self.apply_remedy = apply_remedy
+
+    def execute(self, context: Context) -> Any:
+        from airflow_provider_vllm.batch.run import check_inputs, run_batch
+
+        spec = self._batch_spec()
+        journal_dir = self._journal_dir(context)
+        check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+        link = self._link(context)
+        try:
+            with self.interruptible(link.abandon):
+                result = run_batch(
+                    spec,
+                    link,
+                    journal_dir=journal_dir,
+                    log=logging.getLogger(__name__),
+                    to_path=to_path,
+                )
+        except NoFreeGpu as exc:
+            reschedule(exc, self._server_spec(), context, self.log)
+        except (StartFailed, ServerLost) as exc:
+            if exc.diagnosis:
+                context["ti"].xcom_push(key="diagnosis", value=exc.diagnosis)
+            raise
+        except BatchFailed as exc:
+            if exc.manifest:
+                context["ti"].xcom_push(key="manifest", value=exc.manifest)
+            raise
+        finally:
+            link.close()
+        return self._deliver(result, spec, context)
+
+    def _deliver(self, result: BatchResult, spec: BatchSpec, context: Context) -> Any:
+        manifest = result.manifest.to_json()
+        for outlet in self.outlets or ():
+            context["outlet_events"][outlet].extra = {"manifest": manifest}
+        if spec.prompts is None or spec.output_path:
+            return manifest
+        context["ti"].xcom_push(key="manifest", value=manifest)
+        return result.answers
+
+    def _batch_spec(self) -> BatchSpec:
+        from airflow_provider_vllm.batch.spec import BatchSpec
+
+        further = dict(self.batch or {})
+        unknown = sorted(set(further) - set(BatchSpec.__dataclass_fields__))
+        if unknown:
+            raise InvalidInput(
+                f"batch has no field {', '.join(map(repr, unknown))}. Fields: {', '.join(BatchSpec.__dataclass_fields__)}."
+            )
+        return BatchSpec(
+            **{
+                "prompts": self.prompts,
+                "input_path": self.input_path,
+                "output_path": self.output_path,
+                "endpoint": self.endpoint,
+                "params": dict(self.sampling or {}),
+                **further,
+            }
+        )
+
+    def _server_spec(self) -> ServerSpec:
+        assert self.spec is not None
+        return self.spec.build()
+
+    def _link(self, context: Context) -> OwnServer | SharedServer | ForeignEndpoint:
+        from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
+
+        report: Callable[[str], None] = self.log.info
+        if self.vllm_conn_id:
+            from airflow_provider_vllm.hooks.vllm import VllmHook
+
+            return ForeignEndpoint(VllmHook(self.vllm_conn_id).endpoint(), report=report)
+        root = worker.state_root()
+        if self.spec is not None:
+            spec = self._server_spec()
+            return OwnServer(
+                spec,
+                worker.server_id(context),
+                root,
+                worker.launch_options(spec, context),
+                report=report,
+                restarts=self.server_restarts,
+                apply_remedy=self.apply_remedy,
+            )
+        from airflow_provider_vllm.server.handle import ServerHandle
+
+        handle = ServerHandle.of(self.server or {})
+        options = worker.launch_options(ServerSpec.of(handle.spec), context)
+        return SharedServer(handle, root, options, report=report, restarts=self.server_restarts)
+
+    def _journal_dir(self, context: Context) -> str:
+        """Beside the output, where the retry on another host finds it; else on this worker."""
+        if self.output_path:
+            return f"{self.output_path}.journal"
+        return f"{worker.state_root_path()}/batches/{worker.server_id(context)}"
+
+
+def to_path(text: str) -> Any:
+    """A local path, or for a URL (s3://, gs://, ...) Airflow's ObjectStoragePath."""
+    from airflow_provider_vllm.batch.sources import local_path
+
+    if "://" not in text or text.startswith("file://"):
+        return local_path(text)
+    from airflow.providers.common.compat.sdk import ObjectStoragePath
+
+    return ObjectStoragePath(text)

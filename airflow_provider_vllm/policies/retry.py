@@ -1,0 +1,67 @@
+"""Whether and when a failed task is tried again: a diagnosis goes in, a RetryDecision comes out.
+
+Airflow asks in the worker, with the exception at hand; the reason is stored on the task instance. The
+policy shortens or lengthens the delay; it never retries beyond the task's `retries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import RetryDecision, RetryPolicy
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+MAX_REASON = 500
+
+
+class VllmRetryPolicy(RetryPolicy):
+    """Retry with a delay that fits the diagnosis.
+
+    :param fail_fast: fail at once where the diagnosis says that no retry of the launch can help.
+    """
+
+    def __init__(self, fail_fast: bool = False) -> None:
+        self.fail_fast = fail_fast
+
+    def evaluate(
+        self,
+        exception: BaseException,
+        try_number: int,
+        max_tries: int,
+        context: Context | None = None,
+    ) -> RetryDecision:
+        diagnosis = getattr(exception, "diagnosis", None)
+        if not isinstance(diagnosis, Mapping):
+            return RetryDecision.default()
+        cause = diagnosis.get("cause", "unknown")
+        reason = f"{cause}: {diagnosis.get('explanation', '')} Next step: {diagnosis.get('first_action', '')}"[
+            :MAX_REASON
+        ]
+        if self.fail_fast and diagnosis.get("retry", {}).get("launch") is False:
+            return RetryDecision.fail(reason=reason)
+        return RetryDecision.retry(delay=delay_for(diagnosis, try_number), reason=reason)
+
+    def serialize(self) -> dict[str, Any]:
+        return {"fail_fast": self.fail_fast}
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> VllmRetryPolicy:
+        return cls(**data)
+
+
+def delay_for(diagnosis: Mapping[str, Any], try_number: int) -> timedelta | None:
+    """The delay that fits the cause; None leaves it to the task. Pure."""
+    base = _DELAYS.get(str(diagnosis.get("cause"))) or _GROUP_DELAYS.get(
+        str(diagnosis.get("group"))
+    )
+    if base is None:
+        return None
+    return min(base * 2 ** max(0, try_number - 1), timedelta(hours=1))
+
+
+_DELAYS: dict[str, timedelta] = {}
+_GROUP_DELAYS: dict[str, timedelta] = {}

@@ -1,0 +1,61 @@
+"""Waiting for free GPUs on the worker that runs the sensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import BaseSensorOperator
+
+from airflow_provider_vllm import worker
+from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+GIB = 1024**3
+
+
+class GpuAvailableSensor(BaseSensorOperator):
+    """Wait until `count` GPUs of this worker are free, each with `min_free_gib` GiB of free memory.
+
+    Free means: no server of this provider holds its lock. Nothing is reserved: a start that comes
+    later takes the lock itself, and is rescheduled when somebody was faster. Fails at once on a
+    worker that has fewer GPUs, or no driver.
+    """
+
+    ui_color = "#e8f0d8"
+
+    def __init__(
+        self,
+        *,
+        count: int = 1,
+        min_free_gib: float = 0,
+        mode: str = "reschedule",
+        poke_interval: float = 30,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(mode=mode, poke_interval=poke_interval, **kwargs)
+        if count < 1 or min_free_gib < 0:
+            raise InvalidInput(
+                f"GpuAvailableSensor {self.task_id!r}: count is {count}, min_free_gib {min_free_gib}: "
+                "give at least 1 GPU and no negative memory."
+            )
+        self.count = count
+        self.min_free_gib = min_free_gib
+
+    def poke(self, context: Context) -> bool:
+        from airflow_provider_vllm.server import gpu_locks, gpus
+
+        choice = gpus.choose(
+            gpus.list_gpus(),
+            self.count,
+            locked=gpu_locks.locked(worker.state_root().locks),
+            min_free_bytes=int(self.min_free_gib * GIB),
+        )
+        if not isinstance(choice, gpus.Shortage):
+            self.log.info("free: %s", ", ".join(choice))
+            return True
+        if not choice.waiting_helps:
+            raise NoFreeGpu(f"{choice}\n{gpus.driver_status()}")
+        self.log.info("%s", choice)
+        return False

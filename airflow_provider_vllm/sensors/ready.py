@@ -1,0 +1,98 @@
+"""Waiting for a server that was started with `wait_for_ready=False`, or that somebody else runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import BaseSensorOperator, PokeReturnValue
+
+from airflow_provider_vllm import worker
+from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable, StartFailed
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+
+class VllmServerReadySensor(BaseSensorOperator):
+    """Wait until a server is ready; fails at once, with the diagnosis, when it has crashed.
+
+    :param server: a handle from StartVllmServerOperator, or
+    :param vllm_conn_id: a connection of type `vllm`, whose server is asked until it answers.
+
+    Modes poke and reschedule. XCom: the handle, completed with the server's URL.
+    """
+
+    template_fields: Sequence[str] = ("server",)
+    ui_color = "#e8f0d8"
+
+    def __init__(
+        self,
+        *,
+        server: Mapping[str, Any] | None = None,
+        vllm_conn_id: str | None = None,
+        poke_interval: float = 5,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(poke_interval=poke_interval, **kwargs)
+        if (server is None) == (vllm_conn_id is None):
+            raise InvalidInput(
+                f"VllmServerReadySensor {self.task_id!r}: give exactly one of server and vllm_conn_id."
+            )
+        self.server = server
+        self.vllm_conn_id = vllm_conn_id
+
+    def poke(self, context: Context) -> PokeReturnValue | bool:
+        if self.vllm_conn_id:
+            from airflow_provider_vllm.hooks.vllm import VllmHook
+
+            good, message = VllmHook(self.vllm_conn_id).test_connection()
+            self.log.info(message)
+            return good
+        return self._poke_handle(context)
+
+    def _poke_handle(self, context: Context) -> PokeReturnValue | bool:
+        from airflow_provider_vllm.server import readiness
+        from airflow_provider_vllm.server.handle import ServerHandle
+
+        handle = ServerHandle.of(self.server or {})
+        handle.require_reachable()
+        current, alive, log_path = _look(handle)
+        outcome = readiness.decide(current, supervisor_alive=alive, now=time.time())
+        self.log.info(outcome.message)
+        if outcome.verdict == readiness.WAIT:
+            return False
+        if outcome.verdict == readiness.HAS_FAILED:
+            error = readiness.start_error(current, outcome.message, log_path, "")
+            if isinstance(error, StartFailed) and error.diagnosis:
+                context["ti"].xcom_push(key="diagnosis", value=error.diagnosis)
+            raise error
+        done = {**handle.to_json(), "base_url": current.base_url}
+        return PokeReturnValue(is_done=True, xcom_value=done)
+
+
+def _look(handle: Any) -> tuple[Any, bool, str]:
+    """The state of a handle's server, whether its supervisor lives, and where its log is; renews the lease."""
+    from airflow_provider_vllm.server.control import ControlClient, token_for
+    from airflow_provider_vllm.server.state import ServerState
+
+    if handle.on_this_host:
+        directory = worker.state_root().newest(handle.server_id)
+        current = directory.read() if directory else None
+        if directory is None or current is None:
+            raise ServerUnreachable(
+                f"The directory of server {handle.server_id} is gone from this worker. Clear the start task."
+            )
+        client = ControlClient(
+            current.control_url or "", token_for(directory.key() or "", current.nonce)
+        )
+        with contextlib.suppress(ServerUnreachable):
+            client.renew()
+        return current, current.supervisor_alive, str(directory.log_file)
+    key = worker.secret(str(handle.spec["auth_conn_id"]), "auth_conn_id")
+    client = ControlClient(handle.control_url, token_for(key, handle.nonce))
+    current = ServerState.from_json(client.status())
+    client.renew()
+    return current, True, f"vllm.log of {handle.server_id} on {handle.host}"

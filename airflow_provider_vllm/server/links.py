@@ -1,0 +1,331 @@
+"""The three ways a batch gets its server, as `batch.endpoint.ServerLink`s.
+
+- `OwnServer`: the task starts it, restarts it when it is lost, and ends with it.
+- `SharedServer`: another task started it; whoever finds it dead starts it again, once.
+- `ForeignEndpoint`: somebody else runs it; when it is lost there is only waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.exceptions import (
+    InvalidHandle,
+    ServerLost,
+    ServerUnreachable,
+    StartFailed,
+)
+from airflow_provider_vllm.server import readiness, state
+from airflow_provider_vllm.server.control import ControlClient, token_for
+from airflow_provider_vllm.server.handle import ServerHandle
+from airflow_provider_vllm.server.launch import LaunchOptions, handle_of
+from airflow_provider_vllm.server.start import Running, failure, start, wait
+from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot, file_lock
+from airflow_provider_vllm.spec import ServerSpec
+
+# A server that a batch started again has no teardown that is sure to come.
+LEASE_AFTER_RESTART_S = 120.0
+FOREIGN_PATIENCE_S = 600.0
+
+
+class OwnServer:
+    """A server that belongs to one task: `open()` starts it, `close()` ends it."""
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        server_id: str,
+        root: StateRoot,
+        options: LaunchOptions,
+        *,
+        report: Callable[[str], None],
+        restarts: int = 2,
+        apply_remedy: bool = False,
+    ) -> None:
+        self._spec, self._id, self._root, self._options = spec, server_id, root, options
+        self._report, self._restarts_left, self._apply_remedy = report, restarts, apply_remedy
+        self._running: Running | None = None
+        self._launched: list[tuple[ServerHandle, GenerationDir]] = []
+
+    def connect(self) -> Endpoint:
+        if self._running is None:
+            self._running = self._start(self._apply_remedy)
+        return _endpoint(self._running)
+
+    def renew(self) -> None:
+        if self._running:
+            with contextlib.suppress(ServerUnreachable):
+                self._running.control.renew()
+
+    def recover(self, reason: str) -> Endpoint:
+        if self._restarts_left <= 0:
+            raise _lost(
+                self._running, f"{reason}; it was restarted as often as server_restarts allows"
+            )
+        self._restarts_left -= 1
+        self._report(f"the server was lost ({reason}); starting it again")
+        if self._running:
+            _settle(self._running, reason)
+        self._running = self._start(False)
+        return _endpoint(self._running)
+
+    def abandon(self) -> None:
+        """From a signal handler: ask the newest start to end, without waiting for it."""
+        if self._launched:
+            ask_to_stop(*self._launched[-1])
+
+    def close(self) -> None:
+        """End what this task started, and wait until it is gone. Raises StopFailed."""
+        from airflow_provider_vllm.server.stop import stop_generation
+
+        self._running = None
+        while self._launched:
+            stop_generation(self._launched[-1][1], "the batch is over")
+            self._launched.pop()
+
+    def _start(self, apply_remedy: bool) -> Running:
+        return start(
+            self._spec,
+            self._id,
+            self._root,
+            self._options,
+            report=self._report,
+            apply_remedy=apply_remedy,
+            on_launch=lambda handle, directory: self._launched.append((handle, directory)),
+        )
+
+
+class SharedServer:
+    """A server that another task started, by its handle."""
+
+    def __init__(
+        self,
+        handle: ServerHandle,
+        root: StateRoot,
+        options: LaunchOptions,
+        *,
+        report: Callable[[str], None],
+        restarts: int = 2,
+    ) -> None:
+        handle.require_reachable()
+        self._handle, self._root, self._options = handle, root, options
+        self._report, self._restarts_left = report, restarts
+        self._key: str | None = options.key
+        self._nonce = handle.nonce
+        self._control: ControlClient | None = None
+        self._restarted = False
+        self._launching: tuple[ServerHandle, GenerationDir] | None = None
+
+    def connect(self) -> Endpoint:
+        if not self._handle.on_this_host:
+            return self._connect_remote()
+        return self._connect_local(lost_nonce=None)
+
+    def renew(self) -> None:
+        if self._control:
+            with contextlib.suppress(ServerUnreachable):
+                self._control.renew()
+
+    def recover(self, reason: str) -> Endpoint:
+        if self._restarts_left <= 0:
+            raise ServerLost(f"{reason}; it was restarted as often as server_restarts allows")
+        self._restarts_left -= 1
+        if not self._handle.on_this_host:
+            self._report(f"the server on {self._handle.host} was lost ({reason}); waiting for it")
+            return _wait_for(self._connect_remote, FOREIGN_PATIENCE_S, reason)
+        return self._connect_local(lost_nonce=self._nonce, reason=reason)
+
+    def abandon(self) -> None:
+        """The server belongs to others; only a restart that is under way ends with this task."""
+        if self._launching:
+            ask_to_stop(*self._launching)
+
+    def close(self) -> None:
+        """Leave the server to its teardown; one that we started again ends soon by itself."""
+        if self._control and self._restarted:
+            with contextlib.suppress(ServerUnreachable):
+                self._control.renew(LEASE_AFTER_RESTART_S)
+
+    def _connect_local(self, lost_nonce: str | None, reason: str = "it is gone") -> Endpoint:
+        """The newest start of this server if it lives, else a new one; one restarts, the others wait."""
+        server_id = self._handle.server_id
+        with self._root.server_lock(server_id):
+            pass  # makes the directory, and lets a start or stop that is under way finish
+        with file_lock(self._root.server_dir(server_id) / "restart"):
+            directory = self._root.newest(server_id)
+            current = directory.read() if directory else None
+            if directory and current and current.nonce != lost_nonce and _lives(current):
+                spec = self._spec(directory)
+                return self._use(
+                    wait(handle_of(current, spec), directory, spec, report=self._report)
+                )
+            self._report(f"the server {server_id} does not run ({reason}); starting it again")
+            return self._use(self._restart(directory))
+
+    def _restart(self, earlier: GenerationDir | None) -> Running:
+        spec = self._spec(earlier)
+        self._restarted = True
+        running = start(
+            spec,
+            self._handle.server_id,
+            self._root,
+            self._options,
+            report=self._report,
+            on_launch=self._note_launch,
+        )
+        self._launching = None
+        # It is shared from now on: it must outlive this task, and its lease ends it.
+        running.control.release()
+        return running
+
+    def _note_launch(self, handle: ServerHandle, directory: GenerationDir) -> None:
+        self._launching = handle, directory
+
+    def _spec(self, directory: GenerationDir | None) -> ServerSpec:
+        """The spec with its `env` in clear, which only the worker's own disk holds."""
+        from airflow_provider_vllm.environment import MASK
+        from airflow_provider_vllm.server.order import Order
+
+        if directory is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return Order.read(directory).spec
+        spec = ServerSpec.of(self._handle.spec)
+        masked = sorted(name for name, value in spec.env.items() if value == MASK)
+        if masked:
+            raise InvalidHandle(
+                f"The server {self._handle.server_id} is gone with its directory, and its spec.env had secrets "
+                f"({', '.join(masked)}) that are not in the handle. Clear the start task, which has them."
+            )
+        return spec
+
+    def _use(self, running: Running) -> Endpoint:
+        self._nonce, self._control = running.handle.nonce, running.control
+        return _endpoint(running)
+
+    def _connect_remote(self) -> Endpoint:
+        if not self._key:
+            raise InvalidHandle(
+                "The server runs on another host: its spec needs auth_conn_id for the key."
+            )
+        self._control = ControlClient(
+            self._handle.control_url, token_for(self._key, self._handle.nonce)
+        )
+        current = ServerState.from_json(self._control.status())
+        if current.state != state.READY or not current.base_url:
+            raise ServerLost(
+                f"The server on {current.host} is {current.state}: {current.message or 'not ready'}"
+            )
+        return Endpoint(current.base_url, current.model, self._key, owned=True)
+
+
+class ForeignEndpoint:
+    """An OpenAI-compatible server that somebody else runs."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        report: Callable[[str], None],
+        patience: float = FOREIGN_PATIENCE_S,
+    ) -> None:
+        self._endpoint, self._report, self._patience = endpoint, report, patience
+
+    def connect(self) -> Endpoint:
+        return self._endpoint
+
+    def renew(self) -> None:
+        """Somebody else's server has no lease of ours."""
+
+    def recover(self, reason: str) -> Endpoint:
+        self._report(
+            f"{self._endpoint.base_url} was lost ({reason}); waiting up to {self._patience:g} s for it"
+        )
+        return _wait_for(self._look, self._patience, reason)
+
+    def abandon(self) -> None:
+        """Nothing of ours to end."""
+
+    def close(self) -> None:
+        """Nothing of ours to end."""
+
+    def _look(self) -> Endpoint:
+        request = urllib.request.Request(f"{self._endpoint.base_url}/v1/models")
+        if self._endpoint.api_key:
+            request.add_header("Authorization", f"Bearer {self._endpoint.api_key}")
+        try:
+            with urllib.request.urlopen(request, timeout=10):
+                return self._endpoint
+        except (OSError, urllib.error.URLError) as exc:
+            raise ServerLost(f"{self._endpoint.base_url} does not answer: {exc}") from None
+
+
+def ask_to_stop(handle: ServerHandle, directory: GenerationDir) -> None:
+    """Ask a start to end without waiting; falls back to a signal. Never raises."""
+    import signal
+
+    current = directory.read()
+    key = directory.key()
+    try:
+        if key:
+            ControlClient(handle.control_url, token_for(key, handle.nonce), timeout=1.0).stop(
+                "task killed"
+            )
+            return
+    except ServerUnreachable:
+        pass
+    if current and current.supervisor:
+        current.supervisor.signal(signal.SIGTERM)
+
+
+def _endpoint(running: Running) -> Endpoint:
+    return Endpoint(running.state.base_url or "", running.state.model, running.key, owned=True)
+
+
+def _lives(current: ServerState) -> bool:
+    return current.supervisor_alive and current.state in (*state.STARTING_STATES, state.READY)
+
+
+def _settle(running: Running, reason: str, timeout: float = readiness.SETTLE_S) -> None:
+    """Give a supervisor that has noticed the end itself the time to write its diagnosis."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        current = running.directory.read()
+        if current is None or current.settled or current.state == state.READY:
+            return
+        time.sleep(0.1)
+
+
+def _lost(running: Running | None, reason: str) -> ServerLost:
+    if running is None:
+        return ServerLost(f"The server was lost: {reason}.")
+    _settle(running, reason)
+    current = running.directory.read()
+    diagnosis: dict[str, Any] | None = None
+    text = reason
+    if current and current.state in state.ENDED_STATES:
+        error = failure(running.directory, current, f"{current.message}; {reason}")
+        text = str(error)
+        diagnosis = error.diagnosis if isinstance(error, StartFailed) else None
+    return ServerLost(f"The server was lost. {text}", diagnosis=diagnosis)
+
+
+def _wait_for(look: Callable[[], Endpoint], patience: float, reason: str) -> Endpoint:
+    """Ask again with growing pauses. Raises ServerLost after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    pause = 1.0
+    while True:
+        try:
+            return look()
+        except (ServerLost, ServerUnreachable) as exc:
+            if time.monotonic() + pause > deadline:
+                raise ServerLost(
+                    f"The server was lost ({reason}) and did not come back within {patience:g} s: {exc}"
+                ) from None
+        time.sleep(pause)
+        pause = min(pause * 2, 30.0)

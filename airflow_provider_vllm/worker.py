@@ -1,0 +1,101 @@
+"""What the worker and the task instance add to a spec: settings, names and secrets from Airflow.
+
+Enters: Airflow's configuration, connections and the context. Leaves: a state root, a server id and
+LaunchOptions, which are all that the rooms `server/` and `batch/` get of Airflow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import BaseHook, conf
+
+from airflow_provider_vllm.exceptions import InvalidSpec
+
+if TYPE_CHECKING:
+    from airflow_provider_vllm.server.launch import LaunchOptions
+    from airflow_provider_vllm.server.state import StateRoot
+    from airflow_provider_vllm.spec import ServerSpec
+
+
+def state_root() -> StateRoot:
+    """The state root of this worker, `[vllm] state_root`. Raises InsecurePath."""
+    from airflow_provider_vllm.server.state import StateRoot
+
+    return StateRoot(state_root_path())
+
+
+def state_root_path() -> str:
+    configured = conf.get("vllm", "state_root", fallback="")
+    if configured:
+        return os.path.expanduser(os.path.expandvars(configured))
+    home = os.environ.get("AIRFLOW_HOME") or "~/airflow"
+    return os.path.join(os.path.expanduser(home), "vllm")
+
+
+def default_python() -> str:
+    """The interpreter that has vLLM on this worker: `[vllm] python`, else the running one."""
+    return conf.get("vllm", "python", fallback="") or sys.executable
+
+
+def keep_failed_days() -> float:
+    """`[vllm] keep_failed_days`. Raises InvalidSpec."""
+    text = conf.get("vllm", "keep_failed_days", fallback="") or "7"
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidSpec(f"[vllm] keep_failed_days is {text!r}: give a number of days.") from None
+
+
+def server_id(context: Mapping[str, Any]) -> str:
+    """The server of a task instance: the same in each try, another one for each map index and run."""
+    ti = context["ti"]
+    parts = (ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
+    readable = re.sub(r"[^a-z0-9]+", "-", f"{ti.dag_id}-{ti.task_id}".lower()).strip("-")[:60]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return f"{readable.strip('-') or 'task'}-{digest}"
+
+
+def task_label(context: Mapping[str, Any]) -> str:
+    """The task instance for people: dag, task, run, map index and try."""
+    ti = context["ti"]
+    mapped = f"[{ti.map_index}]" if ti.map_index >= 0 else ""
+    return f"{ti.dag_id}.{ti.task_id}{mapped} {ti.run_id} try {ti.try_number}"
+
+
+def secret(conn_id: str, field: str) -> str:
+    """The password of a connection. Raises InvalidSpec naming the field of the spec."""
+    password = BaseHook.get_connection(conn_id).password
+    if not password:
+        raise InvalidSpec(
+            f"ServerSpec.{field} names the connection {conn_id!r}, which has no password."
+        )
+    return password
+
+
+def launch_options(spec: ServerSpec, context: Mapping[str, Any]) -> LaunchOptions:
+    """The worker's part of a launch; the server ends with this process until it is released."""
+    from airflow_provider_vllm.server.launch import LaunchOptions
+    from airflow_provider_vllm.server.processes import this_process
+
+    return LaunchOptions(
+        python=default_python(),
+        owner=this_process(),
+        task=task_label(context),
+        key=secret(spec.auth_conn_id, "auth_conn_id") if spec.auth_conn_id else None,
+        hf_token=secret(spec.hf_conn_id, "hf_conn_id") if spec.hf_conn_id else None,
+        keep_failed_days=keep_failed_days(),
+    )
+
+
+def in_kubernetes_pod(executor: str | None) -> bool:
+    """Whether the task runs in a pod of its own, which ends with it."""
+    if os.environ.get("AIRFLOW_IS_K8S_EXECUTOR_POD"):
+        return True
+    name = executor or conf.get("core", "executor", fallback="").split(",")[0]
+    return "KubernetesExecutor" in name
