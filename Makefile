@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: help setup setup-airflow lint format test test-full chaos demo ui clean
+.PHONY: help setup setup-airflow lint format test test-full chaos demo ui compose-env clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -36,6 +36,9 @@ demo: setup  ## two example DAGs through a real Airflow; MODEL=... for another m
 
 ui: setup  ## Airflow's UI on localhost with the example DAGs, until Ctrl-C
 	@$(BIN)/python -m scripts.ui
+
+compose-env: setup-airflow  ## .env with fresh secrets for docker-compose.yaml
+	@$(BIN)/python -m scripts.compose_env
 
 clean:  ## remove everything that make made
 	rm -rf .venv .venv-vllm .cache .demo dist build .mypy_cache .ruff_cache .pytest_cache
