@@ -49,7 +49,7 @@ def free_disk(path: Path) -> int:
 def writable_findings(check: str, path: Path, fix: str) -> Iterator[Finding]:
     """Whether this user can write in `path`, or make it."""
     nearest = _nearest(path)
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         user = os.geteuid()
         yield error(check, f"{path} cannot be written by user {user}, who runs this.", fix)
 

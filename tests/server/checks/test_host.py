@@ -1,0 +1,132 @@
+"""This worker: shared memory, filesystems, ports and limits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from airflow_provider_vllm.server.checks import host
+
+
+def test_shm_is_looked_at_only_for_several_processes(tmp_path: Path) -> None:
+    assert list(host.shm_findings(1, tmp_path / "none")) == []
+    (finding,) = host.shm_findings(2, tmp_path / "none")
+    assert finding.level == "error"
+    assert "cannot be used" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "level"),
+    [(64, 63, "warning"), (64, 10, "error"), (8192, 8000, None), (8192, 10, "error")],
+)
+def test_shm_by_size(
+    monkeypatch: pytest.MonkeyPatch, size: int, free: int, level: str | None
+) -> None:
+    # A tmpfs of a given size cannot be mounted without privileges.
+    stat = os.statvfs_result((2**20, 2**20, size, free, free, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: stat)
+    found = list(host.shm_findings(4))
+    assert [finding.level for finding in found] == ([level] if level else [])
+    for finding in found:
+        assert "4 worker processes" in finding.message
+        assert f"{size}.0 MiB" in finding.message or f"{size / 1024:.2f} GiB" in finding.message
+        assert "--shm-size" in finding.fix
+
+
+def test_the_filesystem_of_a_path(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "overlay / overlay rw 0 0\n"
+        "server:/x /data nfs4 rw 0 0\n"
+        "tmpfs /data/fast tmpfs rw 0 0\n"
+        "s3 /my\\040bucket fuse.s3fs rw 0 0\n"
+    )
+    for path, kind in {
+        "/etc": "overlay",
+        "/data": "nfs4",
+        "/data/a/b": "nfs4",
+        "/data/fast/a": "tmpfs",
+        "/database": "overlay",
+        "/my bucket/a": "fuse.s3fs",
+    }.items():
+        assert host.filesystem(Path(path), mounts) == kind
+    found = list(host.state_root_findings(tmp_path, mounts))
+    assert found == []
+    mounts.write_text(f"server:/x {tmp_path.resolve()} nfs4 rw 0 0\n")
+    (finding,) = host.state_root_findings(tmp_path, mounts)
+    assert finding.level == "warning"
+    assert "network filesystem (nfs4)" in finding.message
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "hub"
+    (finding,) = host.writable_findings("hub-cache", path, "Move it.")
+    assert finding.message.startswith(f"{path} cannot be written by user {os.geteuid()}")
+    assert finding.fix == "Move it."
+
+
+def test_a_folder_that_can_be_made(tmp_path: Path) -> None:
+    assert list(host.writable_findings("hub-cache", tmp_path / "a/b", "")) == []
+    assert not (tmp_path / "a").exists()
+    assert host.free_disk(tmp_path / "a/b") == host.free_disk(tmp_path) > 0
+
+
+def test_a_port_that_is_taken() -> None:
+    assert list(host.port_findings("127.0.0.1", 0)) == []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        (finding,) = host.port_findings("127.0.0.1", port)
+        assert finding.check == "port"
+        assert finding.message == f"Port {port} on 127.0.0.1: is taken."
+    assert list(host.port_findings("127.0.0.1", port)) == []
+    assert list(host.port_findings("localhost", port)) == []
+
+
+def test_a_host_that_is_not_ours() -> None:
+    (finding,) = host.port_findings("192.0.2.1", 8000)  # TEST-NET-1, nobody's
+    assert finding.message == "192.0.2.1 is not an address of this worker."
+    (finding,) = host.port_findings("no.such.host.invalid", 8000)
+    assert "is no address" in finding.message
+
+
+def test_a_port_only_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    (finding,) = host.port_findings("127.0.0.1", 80)
+    assert finding.message == "Port 80 on 127.0.0.1: Permission denied."
+
+
+def test_limits_of_a_process_that_has_them() -> None:
+    code = (
+        "import resource\n"
+        "from airflow_provider_vllm.server.checks import host\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
+        "for finding in host.limit_findings(): print(finding)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    files, space = out.stdout.splitlines()
+    assert files.startswith("[ulimit-files] At most 1024 files can be open")
+    assert space.startswith("[ulimit-memory] The address space of a process is limited to 8.00 GiB")
+
+
+def test_limits_that_vllm_raises_itself_are_no_finding() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard >= 4096 or hard == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        try:
+            assert [f for f in host.limit_findings() if f.check == "ulimit-files"] == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
