@@ -1,0 +1,182 @@
+"""The events of one life in; the one to blame, and what only repeats it, out.
+
+The order of blame: what a wrapper, a teardown or a refused request says never counts. Of the rest,
+a failure that another process's death explains (a victim) comes after any other; then the deepest
+process wins, then the earliest line. Of a chain of exceptions the first one that was raised stands
+for it, unless only a later one says what a rule knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from airflow_provider_vllm.diagnosis import wrappers
+from airflow_provider_vllm.diagnosis.events import Event
+from airflow_provider_vllm.diagnosis.logs import DRIVER, WORKER, Record
+from airflow_provider_vllm.diagnosis.reader import Life
+from airflow_provider_vllm.diagnosis.rule import Rule
+from airflow_provider_vllm.diagnosis.stages import stage_of
+
+NATIVE_DEPTH = WORKER + 1
+STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
+
+_INTERRUPT = re.compile(r"^KeyboardInterrupt\b")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """An event that may be the cause, the rule that knows it, and how strongly it counts."""
+
+    event: Event
+    rule: Rule | None
+    match: re.Match[str] | None
+    strength: int
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The smallest of these is to blame."""
+        native = self.event.kind == "native" and self.event.depth == DRIVER
+        depth = NATIVE_DEPTH if native else self.event.depth
+        return (-self.strength, -depth, self.event.number)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """`suspect` is None where only wrappers speak; `interrupt` is what ended it from outside."""
+
+    suspect: Suspect | None
+    wrappers: tuple[Event, ...]
+    interrupt: Suspect | None
+    messages: tuple[str, ...]
+
+
+def blame(
+    events: Sequence[Event], records: Sequence[Record], life: Life, rules: Sequence[Rule]
+) -> Blame:
+    """Chooses among the events of a life that came to a bad end."""
+    history = _History(records, life)
+    candidates = [event for event in events if not history.survived(event)]
+    suspects: list[Suspect] = []
+    repeated: list[Event] = []
+    for chain in _chains(candidates):
+        said = [event for event in chain if not _is_noise(event, life)]
+        own = [event for event in said if not _is_wrapper(event)]
+        repeated.extend(event for event in said if _is_wrapper(event))
+        if own:
+            suspects.append(_speaker(own, rules))
+    suspects.extend(
+        Suspect(event, *_known(event, rules), QUOTED)
+        for event in repeated
+        if wrappers.QUOTE.search(event.message)
+    )
+    interrupts = [suspect for suspect in suspects if _interrupts(suspect)]
+    others = [
+        suspect
+        for suspect in suspects
+        if not _interrupts(suspect) and (suspect.event.kind != "native" or suspect.rule)
+    ]
+    best = min(others, key=lambda suspect: suspect.rank, default=None)
+    return Blame(
+        best,
+        tuple(sorted(repeated, key=lambda event: event.number)),
+        min(interrupts, key=lambda suspect: suspect.event.number, default=None),
+        tuple(suspect.event.message for suspect in others),
+    )
+
+
+def _chains(events: Sequence[Event]) -> list[list[Event]]:
+    """Exceptions of one chain together, each other event alone."""
+    chains: dict[tuple[str, int], list[Event]] = {}
+    for event in events:
+        key = ("chain", event.chain) if event.kind == "exception" else ("line", id(event))
+        chains.setdefault(key, []).append(event)
+    return list(chains.values())
+
+
+def _speaker(chain: Sequence[Event], rules: Sequence[Rule]) -> Suspect:
+    """Who speaks for a chain: the first that a rule knows, else the first that was raised."""
+    known = [(event, *_known(event, rules)) for event in chain]
+    event, rule, match = next((entry for entry in known if entry[1] is not None), known[0])
+    return Suspect(_at_match(event, match), rule, match, _strength(event, rule))
+
+
+def _known(event: Event, rules: Sequence[Rule]) -> tuple[Rule | None, re.Match[str] | None]:
+    for rule in rules:
+        if event.kind == "native" and not rule.native:
+            continue
+        match = rule.match(event.message, event.frames)
+        if match is not None:
+            return rule, match
+    return None, None
+
+
+def _at_match(event: Event, match: re.Match[str] | None) -> Event:
+    """The event, standing at that line of its message in which the rule's pattern begins."""
+    if match is None:
+        return event if "alidationError" not in event.first_line else _at_line(event, 1)
+    start = match.start() + len(match[0]) - len(match[0].lstrip())
+    return _at_line(event, event.message.count("\n", 0, start))
+
+
+def _at_line(event: Event, line: int) -> Event:
+    if not 0 < line < len(event.lines):
+        return event
+    return Event(**{**event.__dict__, "record": event.lines[line]})
+
+
+def _strength(event: Event, rule: Rule | None) -> int:
+    if rule is not None:
+        return VICTIM if rule.victim else STRONG
+    return STRONG if event.kind == "exception" else LOGGED
+
+
+def _interrupts(suspect: Suspect) -> bool:
+    if suspect.rule is not None:
+        return suspect.rule.interrupts
+    return _INTERRUPT.match(suspect.event.message) is not None
+
+
+def _is_wrapper(event: Event) -> bool:
+    return wrappers.is_wrapper(event.message)
+
+
+def _is_noise(event: Event, life: Life) -> bool:
+    first = event.first_line
+    if wrappers.TEARDOWN.search(first) or wrappers.TEARDOWN.search(event.header):
+        return True
+    if event.kind == "logged" and wrappers.HARMLESS.search(first):
+        return True
+    if life.ready is not None and event.number > life.ready:
+        return wrappers.REQUEST.search(event.header or first) is not None
+    return False
+
+
+class _History:
+    """What went on after an event: a process that goes on loading or serving survived it."""
+
+    def __init__(self, records: Sequence[Record], life: Life) -> None:
+        self.life = life
+        self.end = life.fatal or life.last
+        self.progress: dict[tuple[str | None, int | None], int] = {}
+        for record in records:
+            if record.level in ("INFO", "WARNING") and stage_of(record.text) is not None:
+                self.progress[record.process, record.pid] = record.number
+
+    def survived(self, event: Event) -> bool:
+        """Whether the life went on well after this event."""
+        if self.life.ready is not None and event.number < self.life.ready:
+            return True
+        if self.life.ready is None:
+            process = (event.record.process, event.record.pid)
+            return event.kind != "native" and self.progress.get(process, 0) > event.number
+        moved = sum(
+            1
+            for stats in self.life.stats
+            if event.number < stats.number < self.end and stats.generation + stats.prompt > 0
+        )
+        if moved >= 2:
+            return True
+        served = sum(1 for number in self.life.served if event.number < number < self.end)
+        return not self.life.stats and served >= 20

@@ -1,0 +1,221 @@
+"""A server's log, its exit status and evidence from its host in; a Diagnosis out. Pure.
+
+Being silent is better than being wrong: a server that serves is healthy whatever its warnings say,
+an ordinary shutdown is `stopped`, and where the cause stands in no line the Diagnosis says so
+instead of blaming a line that only repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from airflow_provider_vllm.diagnosis import silent
+from airflow_provider_vllm.diagnosis.blame import STRONG, Blame, Suspect, blame
+from airflow_provider_vllm.diagnosis.catalogue import NATIVE, RULES
+from airflow_provider_vllm.diagnosis.events import Event, events
+from airflow_provider_vllm.diagnosis.guess import guess_group
+from airflow_provider_vllm.diagnosis.logs import Record, records
+from airflow_provider_vllm.diagnosis.reader import Life, Transcript, read
+from airflow_provider_vllm.diagnosis.rule import Diagnosis
+
+CONTEXT_LINES = 3
+WRAPPER_LINES = 8
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One life with everything that is asked about it."""
+
+    life: Life
+    records: Sequence[Record]
+    events: Sequence[Event]
+    blame: Blame
+    exit_status: int | None
+    evidence: Mapping[str, Any]
+
+
+def diagnose(
+    lines: str | os.PathLike[str] | BinaryIO | Iterable[str],
+    *,
+    exit_status: int | None = None,
+    evidence: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """Diagnoses one vLLM log: a path, a binary stream or lines.
+
+    `exit_status` is the server's own (negative for a signal, or 128 + signal as shells say it),
+    None where it still runs or nobody knows. `evidence` is what `evidence.collect` returned. Of
+    several lives in one log the last is judged; the last but one where the last only began. Raises
+    OSError where a path cannot be read, nothing else.
+    """
+    transcript = read(lines)
+    found = _judge(transcript.last, exit_status, evidence or {})
+    if found.verdict in ("unknown", "stalled") and transcript.before is not None:
+        before = _judge(transcript.before, None, evidence or {})
+        if before.verdict == "failed":
+            note = "The server was started again after this and that start had not ended yet."
+            found = replace(before, notes=(*before.notes, note))
+    return replace(found, notes=(*found.notes, *_other_lives(transcript)))
+
+
+def _other_lives(transcript: Transcript) -> tuple[str, ...]:
+    if transcript.lives == 1:
+        return ()
+    return (f"The log holds {transcript.lives} starts of the server; this is about the last.",)
+
+
+def _judge(life: Life, exit_status: int | None, evidence: Mapping[str, Any]) -> Diagnosis:
+    kept = records(life.lines())
+    found = events(kept, NATIVE)
+    case = _Case(life, kept, found, blame(found, kept, life, RULES), exit_status, evidence)
+    if _stopped_in_order(case):
+        return silent.stopped(life)
+    if (interrupted := _interrupted(case)) is not None:
+        return interrupted
+    if not _came_to_a_bad_end(case):
+        return silent.without_failure(life, kept, exit_status)
+    suspect = case.blame.suspect
+    if suspect is not None:
+        return _named(case, suspect)
+    return _context(case, silent.without_cause(life, kept, _wrappers(case), exit_status, evidence))
+
+
+def _signal(exit_status: int | None) -> int | None:
+    if exit_status is None:
+        return None
+    if exit_status < 0:
+        return -exit_status
+    return exit_status - 128 if 128 < exit_status < 160 else None
+
+
+def _stopped_in_order(case: _Case) -> bool:
+    """Whether somebody asked for the end: everything fatal came after that."""
+    life = case.life
+    if life.orderly is None or (life.fatal is not None and life.fatal < life.orderly):
+        return False
+    if case.exit_status not in (None, 0, -15, 143, 130, -2):
+        return False
+    suspect = case.blame.suspect
+    before = suspect is not None and suspect.strength == STRONG and suspect.rank[0] == -STRONG
+    if before and suspect is not None and suspect.event.number < life.orderly:
+        return life.ready is not None and life.fatal is None and _is_request(suspect)
+    return life.ready is not None or suspect is None
+
+
+def _is_request(suspect: Suspect) -> bool:
+    return suspect.rule is None or suspect.rule.group == "request"
+
+
+def _interrupted(case: _Case) -> Diagnosis | None:
+    interrupt, suspect = case.blame.interrupt, case.blame.suspect
+    signal = _signal(case.exit_status)
+    if interrupt is not None:
+        earlier = suspect is not None and suspect.strength == STRONG
+        if earlier and suspect is not None and suspect.event.number < interrupt.event.number:
+            return None
+        base = silent.interrupted(case.life, interrupt.rule)
+        return _at(case, base, interrupt.event)
+    if signal in (2, 15) and (suspect is None or suspect.strength != STRONG):
+        return silent.interrupted(case.life, None, signal=signal)
+    return None
+
+
+def _came_to_a_bad_end(case: _Case) -> bool:
+    life, suspect = case.life, case.blame.suspect
+    if life.fatal is not None:
+        return True
+    if case.exit_status not in (None, 0):
+        return True
+    if suspect is None:
+        return False
+    if life.ready is not None:
+        return (
+            suspect.event.kind == "native"
+            and suspect.rule is not None
+            and suspect.event.depth == 0
+            and suspect.rule.group in ("dead_process", "kernel_hardware", "capacity")
+        )
+    return suspect.strength == STRONG or case.exit_status is not None or bool(case.blame.wrappers)
+
+
+def _named(case: _Case, suspect: Suspect) -> Diagnosis:
+    rule, match, event = suspect.rule, suspect.match, suspect.event
+    if rule is None or match is None:
+        return _at(case, _unrecognised(case, suspect), event)
+    values = {key: value for key, value in match.groupdict().items() if value is not None}
+    remedy = rule.remedy(match, case.blame.messages) if rule.remedy else None
+    confidence = rule.confidence if suspect.strength == STRONG else min(rule.confidence, 0.7)
+    diagnosis = Diagnosis(
+        verdict="failed",
+        group=rule.group,
+        cause=rule.id,
+        explanation=_filled(rule.explanation, values),
+        first_action=_filled(rule.first_action, values),
+        retry_launch=rule.launch,
+        retry_request=rule.request,
+        remedy=remedy,
+        confidence=confidence,
+    )
+    return silent.with_evidence(_at(case, diagnosis, event), case.evidence)
+
+
+def _unrecognised(case: _Case, suspect: Suspect) -> Diagnosis:
+    event = suspect.event
+    place = next((frame for frame in reversed(event.frames) if "vllm/" in frame), None)
+    where = f", raised at {place.replace(':', ' in ')}" if place else ""
+    kind = re.split(r"[:\s]", event.first_line, maxsplit=1)[0].rsplit(".", 1)[-1]
+    strong = suspect.strength == STRONG
+    return Diagnosis(
+        verdict="failed",
+        group=guess_group(event),
+        cause="unrecognised",
+        explanation=f"No rule knows this failure: {kind}{where}.",
+        first_action="Read the root line; it is the first failure of the deepest process.",
+        retry_launch=True,
+        retry_request=None,
+        confidence=0.6 if strong else 0.4,
+    )
+
+
+class _Blank(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return template.format_map(_Blank(values)) if "{" in template else template
+
+
+def _at(case: _Case, diagnosis: Diagnosis, event: Event) -> Diagnosis:
+    record = event.record
+    return _context(
+        case,
+        replace(
+            diagnosis,
+            root_line=record.raw,
+            root_line_number=record.number,
+            process=event.process,
+            wrapper_lines=_wrappers(case),
+        ),
+    )
+
+
+def _wrappers(case: _Case) -> tuple[str, ...]:
+    lines: dict[str, None] = {}
+    for event in case.blame.wrappers:
+        lines.setdefault(event.record.raw)
+    return tuple(lines)[:WRAPPER_LINES]
+
+
+def _context(case: _Case, diagnosis: Diagnosis) -> Diagnosis:
+    number = diagnosis.root_line_number
+    if number is None:
+        return diagnosis
+    kept = {record.number: record.raw for record in case.records}
+    numbers = sorted(kept)
+    at = numbers.index(number)
+    around = numbers[max(0, at - CONTEXT_LINES) : at + CONTEXT_LINES + 1]
+    return replace(diagnosis, context=tuple((line, kept[line]) for line in around))

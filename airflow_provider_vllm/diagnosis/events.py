@@ -1,0 +1,246 @@
+"""Records in; events out: exceptions with their frames, logged errors, and native messages.
+
+Tracebacks are put together per stream, so that processes that write at once do not mix. Of a chain
+of exceptions each is an event of its own, with its place in the chain. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from airflow_provider_vllm.diagnosis.logs import Record, depth_of
+
+MESSAGE_LINES = 14
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
+_CHAINED = re.compile(
+    r"The above exception was the direct cause of|During handling of the above exception"
+)
+_FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line \d+(?:, in (?P<name>.+))?')
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Warning|Died"
+    r"|NotFound|Failed|Group)\b"
+)
+_GROUP = re.compile(r"^\s*[|+][-+ |]*")
+_OWNER = re.compile(r"^Process ([A-Za-z]\w*(?:-\d+)?):$")
+_PLACES = (
+    (re.compile(r"multiproc_executor\.py:(?:worker_main|make_worker|worker_busy_loop)"), "Worker"),
+    (re.compile(r"engine/core\.py:run_engine_core|run_busy_loop"), "EngineCore"),
+    (re.compile(r"engine\.py:run_mp_engine"), "Engine"),
+    (re.compile(r"entrypoints/openai|api_server|run_server|entrypoints/cli"), "APIServer"),
+)
+# A raw message ends where one of these begins.
+_BREAK = re.compile(
+    r"^(?:Process \w+(?:-\d+)?:$|INFO:|ERROR:|WARNING:|nanobind:|\[rank\d+\]|\[[WEIF]\d{3,4} |usage: "
+    r"|Loading \w+ checkpoint|\d+%\|)|resource_tracker"
+)
+
+_BAD_LEVELS = frozenset(("ERROR", "CRITICAL", "FATAL"))
+
+
+@dataclass
+class Event:
+    """Something that failed, as the log tells it.
+
+    `kind`: "exception", "logged" (a logger's error without traceback) or "native" (printed by code
+    that is not Python). `message` is its text with the lines that go on with it, `frames` are
+    "path:function" from the outermost to the innermost, `header` is what was logged before the
+    traceback, `link` its place in a chain of exceptions: 0 for the first one that was raised.
+    """
+
+    kind: str
+    record: Record
+    message: str
+    process: str | None
+    frames: tuple[str, ...] = ()
+    header: str = ""
+    link: int = 0
+    chain: int = 0
+    followed: bool = False
+    lines: list[Record] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """The line in the file where it stands."""
+        return self.record.number
+
+    @property
+    def depth(self) -> int:
+        """How deep its process is in vLLM's tree."""
+        return depth_of(self.process)
+
+    @property
+    def first_line(self) -> str:
+        """The first line of the message."""
+        return self.message.split("\n", 1)[0]
+
+
+class _Stream:
+    """The traceback that one stream is in the middle of."""
+
+    def __init__(self) -> None:
+        self.state = "idle"
+        self.header: Record | None = None
+        self.owner: str | None = None
+        self.frames: list[str] = []
+        self.after_file = False
+        self.event: Event | None = None
+        self.logged: Event | None = None
+        self.complete = False
+        self.link = 0
+        self.chain = 0
+
+
+class _Parser:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.streams: dict[tuple[str | None, int | None, str | None], _Stream] = {}
+        self.chains = 0
+
+    def add(self, record: Record) -> None:
+        stream = self.streams.setdefault(record.stream, _Stream())
+        text = record.text
+        if "|" in text[:8] or "+" in text[:8]:
+            text = _GROUP.sub("", text) if _GROUP.match(text) else text
+        if _TRACEBACK.search(text):
+            self._open(stream, record, text)
+        elif stream.state == "frames":
+            self._frame(stream, record, text)
+        elif stream.state == "message":
+            self._message(stream, record, text)
+        else:
+            self._idle(stream, record, text)
+
+    def _open(self, stream: _Stream, record: Record, text: str) -> None:
+        if stream.state != "chained":
+            self.chains += 1
+            stream.chain, stream.link = self.chains, 0
+            before = text[: text.index("Traceback (")].strip()
+            if before:
+                stream.header = Record(**{**record.__dict__, "text": before})
+            stream.event = None
+        stream.state, stream.frames, stream.after_file = "frames", [], False
+
+    def _frame(self, stream: _Stream, record: Record, text: str) -> None:
+        found = _FRAME.match(text)
+        if found:
+            path = "/".join(re.split(r"[/\\]", found["path"])[-3:])
+            stream.frames.append(f"{path}:{(found['name'] or '').strip()}")
+            stream.after_file = True
+            return
+        if not text or text[0].isspace() or text.startswith("[Previous line"):
+            stream.after_file = False
+            return
+        if stream.after_file and not _EXCEPTION.match(text):
+            stream.after_file = False
+            return
+        if record.level is None and _BREAK.match(text):
+            return
+        self._exception(stream, record, text)
+
+    def _exception(self, stream: _Stream, record: Record, text: str) -> None:
+        header = stream.header.text if stream.header else ""
+        event = Event(
+            "exception",
+            record,
+            text,
+            record.process or _placed(stream.frames) or stream.owner,
+            tuple(stream.frames),
+            header,
+            stream.link,
+            stream.chain,
+            lines=[record],
+        )
+        self.events.append(event)
+        stream.event, stream.state, stream.complete = event, "message", False
+        stream.link += 1
+
+    def _message(self, stream: _Stream, record: Record, text: str) -> None:
+        event = stream.event
+        if event is None:
+            stream.state = "idle"
+            return
+        if _CHAINED.search(text):
+            event.followed = True
+            stream.state = "chained"
+            return
+        if _FRAME.match(text):  # Ray prints the remote traceback after the local exception's name
+            stream.state, stream.frames = "frames", []
+            self._frame(stream, record, text)
+            return
+        if record.level is None and (_BREAK.search(text) or record.number - event.number > 60):
+            self._close(stream)
+            self._idle(stream, record, text)
+            return
+        if record.level is None and not text.strip():
+            stream.complete = True
+        if len(event.lines) < MESSAGE_LINES and not stream.complete:
+            event.lines.append(record)
+            event.message += "\n" + text
+
+    def _idle(self, stream: _Stream, record: Record, text: str) -> None:
+        if stream.state == "chained" and not text.strip():
+            return
+        if _CHAINED.search(text):
+            stream.state = "chained"
+            return
+        self._close(stream)
+        owner = _OWNER.match(text)
+        if owner:
+            stream.owner = owner[1]
+        if text.strip():
+            stream.header = record
+        if record.level in _BAD_LEVELS or text.startswith(("ERROR:", "CRITICAL:")):
+            self._logged(stream, record, text)
+
+    def _logged(self, stream: _Stream, record: Record, text: str) -> None:
+        last = stream.logged
+        if last is not None and record.level and record.number - last.lines[-1].number <= 3:
+            if len(last.lines) < MESSAGE_LINES:
+                last.lines.append(record)
+                last.message += "\n" + text
+            return
+        stream.logged = Event("logged", record, text, record.process, lines=[record])
+        self.events.append(stream.logged)
+
+    def _close(self, stream: _Stream) -> None:
+        if stream.state != "idle":
+            stream.owner = stream.header = stream.logged = None
+        stream.state, stream.event = "idle", None
+
+
+def _placed(frames: list[str]) -> str | None:
+    """The process that a traceback without a name must come from, by its frames."""
+    for frame in frames:
+        for pattern, process in _PLACES:
+            if pattern.search(frame):
+                return process
+    return None
+
+
+def events(lines: Iterable[Record], native: re.Pattern[str]) -> list[Event]:
+    """Every event in the order of the file. `native` finds messages that no logger wrote."""
+    parser = _Parser()
+    for record in lines:
+        before = len(parser.events)
+        parser.add(record)
+        if native.search(record.text) and len(parser.events) == before:
+            parser.events.append(
+                Event("native", record, record.text, record.process, lines=[record])
+            )
+    found = _without_headers(parser.events)
+    return sorted(found, key=lambda event: event.number)
+
+
+def _without_headers(found: list[Event]) -> list[Event]:
+    """Drops logged lines that only announce the traceback after them."""
+    announced = {
+        (event.record.stream, event.header) for event in found if event.kind == "exception"
+    }
+    return [
+        event
+        for event in found
+        if event.kind != "logged" or (event.record.stream, event.lines[-1].text) not in announced
+    ]

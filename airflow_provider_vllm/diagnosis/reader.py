@@ -1,0 +1,292 @@
+"""A log of any size in; the lines of each life of its server that can matter, out.
+
+A log may hold several starts of one server (a restart loop): each is a life. Of each life the
+reader keeps the beginning, the surroundings of the first surely fatal line, and the end; access
+lines, statistics and progress bars leave only marks. Memory stays bounded whatever the log's size:
+at most `Limits` lines and bytes for the last life and for the one before it.
+
+The fast path reads bytes in blocks and looks at single lines only in blocks that hold a word that
+can matter, since nearly all of a long-lived server's log is access lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from airflow_provider_vllm.diagnosis.stages import is_fatal, stage_of
+
+Line = tuple[int, str]
+"""Number in the file, from 1, and the line without its newline."""
+
+HEAD_LINES = 1500
+TAIL_BYTES = 12 * 1024 * 1024
+CRISIS_LINES = 5000
+LINE_CHARS = 16_000
+BLOCK = 1 << 16
+
+_SIGNS = (
+    b"ERROR",
+    b"rror:",
+    b"CRITICAL",
+    b"WARN",
+    b"atal",
+    b"Traceback",
+    b"xception",
+    b"version ",
+    b"Initializing a",
+    b"startup complete",
+    b"hutdown",
+    b"hutting down",
+    b"illed",
+    b"died",
+    b"SIG",
+    b"abort",
+    b"erminat",
+    b"KeyboardInterrupt",
+    b"slurmstepd",
+    b"ssert",
+    b"core dumped",
+    b"egmentation",
+    b"annot",
+    b"ailed",
+    b"broadcast block",
+)
+_SERVER_START = re.compile(r"vLLM API server version \S|█  version \d")
+_ENGINE_START = re.compile(r"\] Initializing an? (?:V\d )?LLM engine")
+_READY = re.compile(r"Application startup complete|Uvicorn running on ")
+_ORDERLY = re.compile(
+    r"\[shutdown\] API server: shutdown triggered"
+    r"|\] Shutting down FastAPI HTTP server|\[shutdown\] EngineCore: trigger received signal="
+    r"|INFO:     Shutting down$|INFO:     Waiting for application shutdown"
+)
+_BORING = re.compile(
+    r'INFO:?\s+[\w.:\[\]-]+ - "[A-Z]+ /|Route: /|\] Received request |leaked (?:instance|type|func)'
+    r"|Adding(?:ing)? request|Added request|\d+%\|.{0,30}\| "
+)
+_STATS = re.compile(
+    r"Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, Avg generation throughput: "
+    r"(?P<generation>[\d.]+) tokens/s, Running: (?P<running>\d+) reqs"
+    r".*?(?:Waiting|Pending): (?P<waiting>\d+) reqs.*?KV cache usage: (?P<usage>[\d.]+)%"
+)
+_SERVED = re.compile(r'"POST /(?!.*load_lora)[^"]*" 200')
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One line of vLLM's periodic statistics; throughputs in tokens a second, usage in percent."""
+
+    number: int
+    prompt: float
+    generation: float
+    running: int
+    waiting: int
+    usage: float
+
+
+@dataclass
+class Life:
+    """One start of a server up to the next one, or to the end of the log."""
+
+    first: int
+    head: list[Line] = field(default_factory=list)
+    crisis: list[Line] = field(default_factory=list)
+    tail: deque[Line] = field(default_factory=deque)
+    tail_bytes: int = 0
+    started: int | None = None
+    started_by: str | None = None
+    ready: int | None = None
+    fatal: int | None = None
+    orderly: int | None = None
+    troubled: bool = False
+    last: int = 0
+    served: deque[int] = field(default_factory=lambda: deque(maxlen=500))
+    stats: deque[Stats] = field(default_factory=lambda: deque(maxlen=200))
+    stages: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[Line]:
+        """The kept lines in the order of the file, each once."""
+        kept = dict(self.head)
+        kept.update(self.crisis)
+        kept.update(self.tail)
+        return sorted(kept.items())
+
+    @property
+    def ended(self) -> bool:
+        """Whether anything in it says that this life came to an end."""
+        return self.troubled or self.fatal is not None or self.orderly is not None
+
+    def over_before(self, start: str) -> bool:
+        """Whether a line that starts a "server" or an "engine" begins another life.
+
+        A server starts its engine in the same life; a script may start one engine after another.
+        """
+        if start == "engine" and self.started_by == "server":
+            return False
+        return self.ended or self.ready is not None
+
+    def add(self, number: int, line: str) -> None:
+        """Keeps one line, or only the mark that it leaves."""
+        self.last = number
+        if "Avg prompt throughput" in line:
+            self._count(number, line)
+            return
+        if _BORING.search(line):
+            if _SERVED.search(line):
+                self.served.append(number)
+            if stage_of(line) is None:
+                return
+        self._mark(number, line)
+        self.tail.append((number, line))
+        self.tail_bytes += len(line) + 100
+        while self.tail_bytes > TAIL_BYTES:
+            old = self.tail.popleft()
+            self.tail_bytes -= len(old[1]) + 100
+            if len(self.head) < HEAD_LINES:
+                self.head.append(old)
+        if self.fatal is not None and self.crisis and len(self.crisis) < 2 * CRISIS_LINES:
+            self.crisis.append((number, line))
+
+    def _count(self, number: int, line: str) -> None:
+        found = _STATS.search(line)
+        if found:
+            numbers = {key: float(value) for key, value in found.groupdict().items()}
+            self.stats.append(
+                Stats(
+                    number,
+                    numbers["prompt"],
+                    numbers["generation"],
+                    int(numbers["running"]),
+                    int(numbers["waiting"]),
+                    numbers["usage"],
+                )
+            )
+
+    def _mark(self, number: int, line: str) -> None:
+        stage = stage_of(line)
+        if stage is not None and (not self.stages or self.stages[-1] != stage):
+            self.stages.append(stage)
+            del self.stages[:-20]
+        if _READY.search(line):
+            self.ready = self.ready or number
+        if self.fatal is None and is_fatal(line):
+            self.fatal = number
+            self.crisis = list(self.tail)[-CRISIS_LINES:]
+        if "Traceback" in line or ": error: " in line:
+            self.troubled = True
+        if self.orderly is None and _ORDERLY.search(line):
+            self.orderly = number
+
+
+@dataclass
+class Transcript:
+    """What was read: the last life, the one before it where there was one, and how many in all."""
+
+    last: Life
+    before: Life | None = None
+    lives: int = 1
+    total: int = 0
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.transcript = Transcript(Life(first=1))
+
+    def add(self, number: int, line: str) -> None:
+        life = self.transcript.last
+        if len(line) > LINE_CHARS:
+            line = line[:LINE_CHARS]
+        start = _start(line)
+        if start is not None:
+            if life.over_before(start):
+                self.transcript.before = life
+                self.transcript.lives += 1
+                life = self.transcript.last = Life(first=number)
+            life.started = life.started or number
+            life.started_by = life.started_by or start
+        life.add(number, line)
+
+
+def _start(line: str) -> str | None:
+    """ "server" or "engine" where this line says that one starts."""
+    if "ersion" in line and _SERVER_START.search(line):
+        return "server"
+    return "engine" if "Initializing a" in line and _ENGINE_START.search(line) else None
+
+
+def read(source: str | os.PathLike[str] | BinaryIO | Iterable[str]) -> Transcript:
+    """Reads a path, a binary stream or an iterable of lines.
+
+    Invalid UTF-8 is replaced, line ends of any kind go. Raises OSError where a path cannot be read.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        with open(source, "rb") as stream:
+            return _read_bytes(stream)
+    if hasattr(source, "read"):
+        return _read_bytes(source)  # type: ignore[arg-type]
+    reader = _Reader()
+    number = 0
+    for number, line in enumerate(source, start=1):
+        for part in _parts(line.rstrip("\r\n")):
+            reader.add(number, part)
+    reader.transcript.total = number
+    return reader.transcript
+
+
+def _read_bytes(stream: BinaryIO) -> Transcript:
+    reader = _Reader()
+    number = 0
+    for block in _blocks(stream):
+        if any(sign in block for sign in _SIGNS):
+            for raw in _split(block):
+                number += 1
+                _add_bytes(reader, number, raw)
+            continue
+        few = _split(block[-4096:])[1:][-20:] if len(block) > 4096 else _split(block)
+        number += block.count(b"\n") + (not block.endswith(b"\n"))
+        for offset, raw in enumerate(few):
+            _add_bytes(reader, number - len(few) + offset + 1, raw)
+    reader.transcript.total = number
+    return reader.transcript
+
+
+def _split(block: bytes) -> list[bytes]:
+    lines = block.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _add_bytes(reader: _Reader, number: int, raw: bytes) -> None:
+    if raw.startswith(b"INFO:     ") and b'" 200' in raw:
+        if b'"POST /' in raw:
+            reader.transcript.last.served.append(number)
+        return
+    for part in _parts(raw.decode("utf-8", "replace").rstrip("\r\n")):
+        reader.add(number, part)
+
+
+def _parts(line: str) -> list[str]:
+    """A line with carriage returns inside (progress bars) as the pieces a terminal overwrites."""
+    if "\r" not in line:
+        return [line]
+    return [part for part in line.split("\r") if part.strip()] or [""]
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    rest = b""
+    while chunk := stream.read(BLOCK):
+        chunk = rest + chunk
+        cut = chunk.rfind(b"\n") + 1
+        if cut == 0 and len(chunk) < 64 * BLOCK:
+            rest = chunk
+            continue
+        cut = cut or len(chunk)
+        rest = chunk[cut:]
+        yield chunk[:cut]
+    if rest:
+        yield rest
