@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -26,6 +26,13 @@ ITEMS = {
     ENDPOINTS["pooling"]: "data",
     RESPONSES: "output",
 }
+HEAD = (
+    b'%b %d ok %d %d {"id":"vllm-%b","custom_id":%b,'
+    b'"response":{"status_code":200,"request_id":%b,"body":'
+)
+TAIL = b'},"error":null}\n'
+NOTHING: dict[str, int] = {}
+loads, dumps = orjson.loads, orjson.dumps
 Check = Callable[[str], "str | None"]
 
 
@@ -38,14 +45,6 @@ class Kind(Enum):
     TIMEOUT = "no answer in time"
     REJECTED = "the request is wrong"
     FATAL = "no request can work"
-
-
-class Answer(NamedTuple):
-    """A good reply."""
-
-    line: bytes
-    prompt_tokens: int
-    completion_tokens: int
 
 
 class NotAnAnswer(Exception):
@@ -71,13 +70,18 @@ def classify(reply: Reply) -> Kind:
     return Kind.REJECTED if 400 <= reply.status < 500 else Kind.DOUBTFUL
 
 
-def answer(row: Row, raw: bytes, check: Check | None = None) -> Answer:
-    """The results line of a reply with status 200. Raises NotAnAnswer, InvalidOutput."""
+def answer(
+    row: Row, raw: bytes, check: Check | None = None, sums: tuple[int, int] | None = None
+) -> tuple[bytes, bytes, int, int]:
+    """What a reply with status 200 says: head and body of its record, prompt and completion tokens.
+
+    The record is `head + body + TAIL`. `sums` replaces the body's own usage, for packs. Raises
+    NotAnAnswer, InvalidOutput.
+    """
     try:
-        body = orjson.loads(raw)
+        body = loads(raw)
         items = body[ITEMS[row.url]]
-        usage = body.get("usage") or {}
-        request_id = body.get("id")
+        usage = body.get("usage") or NOTHING
         if not items or not isinstance(items, list):
             raise NotAnAnswer("the answer is empty")
     except orjson.JSONDecodeError as error:
@@ -85,13 +89,24 @@ def answer(row: Row, raw: bytes, check: Check | None = None) -> Answer:
     except (KeyError, TypeError, AttributeError):
         raise NotAnAnswer(f"the answer is not one of {row.url}") from None
     if b"\n" in raw:
-        raw = orjson.dumps(body)
+        raw = dumps(body)
     if check is not None and (wrong := check_output(row.url, body, check)) is not None:
         raise InvalidOutput(wrong)
-    line = b'{"id":"vllm-%016x","custom_id":%b,"response":{"status_code":200,"request_id":%b,"body":%b},"error":null}' % (
-        row.key, orjson.dumps(row.custom_id), orjson.dumps(request_id), raw,
-    )  # fmt: skip
-    return Answer(line, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+    prompt, completion = sums or (
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or 0,
+    )
+    key = row.key
+    head = HEAD % (
+        key,
+        row.number,
+        prompt,
+        completion,
+        key,
+        dumps(row.custom_id),
+        dumps(body.get("id")),
+    )
+    return head, raw, prompt, completion
 
 
 def check_output(url: str, body: dict[str, Any], check: Check) -> str | None:
@@ -148,10 +163,9 @@ def error_line(
         except orjson.JSONDecodeError:
             parsed = (body or b"").decode("utf-8", "replace")
         response = {"status_code": status, "request_id": None, "body": parsed}
-    key = row.key if isinstance(row, Row) else row.number
-    return orjson.dumps(
+    return dumps(
         {
-            "id": f"vllm-{key:016x}",
+            "id": f"vllm-{row.key.decode()}",
             "custom_id": row.custom_id,
             "response": response,
             "error": {"code": code, "message": clean(message), **(detail or {})},

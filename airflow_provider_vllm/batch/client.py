@@ -25,6 +25,8 @@ SELECTABLE = 900  # select() in libcurl's interface sees no descriptor above 102
 REFUSED = frozenset(
     {pycurl.E_COULDNT_CONNECT, pycurl.E_COULDNT_RESOLVE_HOST, pycurl.E_COULDNT_RESOLVE_PROXY}
 )
+URL, POSTFIELDS, RESPONSE_CODE = pycurl.URL, pycurl.POSTFIELDS, pycurl.RESPONSE_CODE
+ALL = 1 << 20
 TIMED_OUT = pycurl.E_OPERATION_TIMEDOUT
 MISCONFIGURED = frozenset(
     {
@@ -58,7 +60,7 @@ class Client:
         self._timeout_ms = max(1, int(timeout * 1000))
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_MAXCONNECTS, connections + 8)
-        self._connections = connections
+        self._connections, self._made = connections, 0
         self._free: list[Any] = []
         self._busy: dict[Any, Any] = {}
 
@@ -70,45 +72,48 @@ class Client:
         """Start a POST; `tag` comes back with its reply."""
         curl = self._free.pop() if self._free else self._new()
         if curl.url != url:
-            curl.setopt(pycurl.URL, self._base + url)
+            curl.setopt(URL, self._base + url)
             curl.url = url
-        curl.setopt(pycurl.POSTFIELDS, body)
+        curl.setopt(POSTFIELDS, body)
         self._busy[curl] = tag
-        if len(self._busy) > self._connections:
-            self._connections *= 2
-            self._multi.setopt(pycurl.M_MAXCONNECTS, self._connections + 8)
         self._multi.add_handle(curl)
 
-    def poll(self, wait: float) -> list[Reply]:
-        """Move all transfers on; the replies that are in, waiting up to `wait` seconds for the first one."""
+    def poll(self, wait: float) -> tuple[list[tuple[Any, bytes]], list[Reply]]:
+        """Move all transfers on, waiting up to `wait` seconds for the first end.
+
+        Returns `(tag, body)` of each request that ended with status 200, and a `Reply` of each other.
+        """
         multi = self._multi
         multi.perform()
-        _, good, bad = multi.info_read(1 << 20)
-        if not good and not bad:
+        _, ended, failed = multi.info_read(ALL)
+        if not ended and not failed:
             if not self._busy:
                 time.sleep(wait)
-                return []
+                return [], []
             multi.select(wait if len(self._busy) < SELECTABLE else min(wait, 0.005))
             multi.perform()
-            _, good, bad = multi.info_read(1 << 20)
-        replies = []
-        for curl in good:
-            status = curl.getinfo(pycurl.RESPONSE_CODE)
-            after = 0.0 if status < 300 else float(curl.getinfo(pycurl.RETRY_AFTER) or 0)
-            buffer = curl.buffer
-            replies.append(Reply(self._release(curl), status, buffer.getvalue(), 0, "", after))
-            buffer.seek(0)
-            buffer.truncate()
-        for curl, number, message in bad:
-            sent = curl.getinfo(pycurl.REQUEST_SIZE) > 0
-            self._fresh(curl)
-            reply = Reply(self._release(curl), 0, b"", number, message, 0.0)
-            replies.append(
-                reply
-                if sent or number != TIMED_OUT
-                else reply._replace(error=pycurl.E_COULDNT_CONNECT)
-            )
-        return replies
+            _, ended, failed = multi.info_read(ALL)
+        good, others = [], []
+        remove, free, tag_of = multi.remove_handle, self._free.append, self._busy.pop
+        for curl in ended:
+            remove(curl)
+            chunks = curl.chunks
+            body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            chunks.clear()
+            if (status := curl.getinfo(RESPONSE_CODE)) == 200:
+                good.append((tag_of(curl), body))
+            else:
+                after = float(curl.getinfo(pycurl.RETRY_AFTER) or 0)
+                others.append(Reply(tag_of(curl), status, body, 0, "", after))
+            free(curl)
+        for curl, number, message in failed:
+            remove(curl)
+            curl.chunks.clear()
+            if number == TIMED_OUT and not curl.getinfo(pycurl.REQUEST_SIZE):
+                number = pycurl.E_COULDNT_CONNECT  # timed out before anything was sent
+            others.append(Reply(tag_of(curl), 0, b"", number, message, 0.0))
+            free(curl)
+        return good, others
 
     def abort(self) -> Iterator[Any]:
         """Drop every request in flight with its connection; their tags."""
@@ -126,21 +131,16 @@ class Client:
         self._free.clear()
         self._multi.close()
 
-    def _release(self, curl: Any) -> Any:
-        self._multi.remove_handle(curl)
-        self._free.append(curl)
-        return self._busy.pop(curl)
-
     def _new(self) -> Any:
         curl = new_handle(self._endpoint, self._timeout_ms)
         curl.setopt(pycurl.POST, 1)
-        curl.url = ""
-        self._fresh(curl)
+        curl.url, curl.chunks = "", []
+        curl.setopt(pycurl.WRITEFUNCTION, curl.chunks.append)
+        self._made += 1
+        if self._made > self._connections:
+            self._connections *= 2
+            self._multi.setopt(pycurl.M_MAXCONNECTS, self._connections + 8)
         return curl
-
-    def _fresh(self, curl: Any) -> None:
-        curl.buffer = BytesIO()
-        curl.setopt(pycurl.WRITEFUNCTION, curl.buffer.write)
 
 
 def new_handle(endpoint: Endpoint, timeout_ms: int) -> Any:

@@ -6,51 +6,10 @@ only rows whose answers do not depend on travelling together are packed (no tool
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 
 from airflow_provider_vllm.batch.answers import NotAnAnswer
-from airflow_provider_vllm.batch.rows import BODY_FIELDS, CHAT, COMPLETIONS, Row
-from airflow_provider_vllm.batch.spec import ENDPOINTS
-
-CHAT_BATCH = "/v1/chat/completions/batch"
-EMBEDDINGS = ENDPOINTS["embeddings"]
-PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
-# What vLLM's chat batch endpoint refuses, or knows no field for, or what ties a row to its place in a request.
-ALONE = frozenset(
-    {
-        "n",
-        "best_of",
-        "stream",
-        "stream_options",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "use_beam_search",
-    }
-    | {
-        "request_id",
-        "echo",
-        "prompt_embeds",
-        "prompt_logprobs",
-        "documents",
-        "reasoning_effort",
-        "seed",
-    }
-)
-
-
-def prepare(row: Row, body: dict[str, Any]) -> None:
-    """Note on a row what it shares with others (`params`) and what is its own (`prompt`), where it may be packed."""
-    if row.url not in PACKABLE or not ALONE.isdisjoint(body):
-        return
-    name = BODY_FIELDS[row.url]
-    prompt = body[name]
-    if row.url != CHAT and not isinstance(prompt, str):
-        return
-    rest = {key: value for key, value in body.items() if key != name}
-    row.prompt, row.params = prompt, orjson.dumps(rest)
+from airflow_provider_vllm.batch.rows import BODY_FIELDS, EMBEDDINGS, PACKABLE, Row
 
 
 def join(rows: list[Row]) -> tuple[str, bytes]:

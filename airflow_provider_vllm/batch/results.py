@@ -21,7 +21,8 @@ from typing import Any
 import orjson
 
 from airflow_provider_vllm.batch.answers import value
-from airflow_provider_vllm.batch.journal import OK, Journal, Record
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.records import Record
 from airflow_provider_vllm.batch.sources import ToPath, is_local
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -42,19 +43,33 @@ def manifest_path(spec: BatchSpec) -> str | None:
     return f"{spec.output_path}.manifest.json" if spec.output_path else None
 
 
-def records(journal: Journal, rows: int) -> Iterator[Record]:
-    """The last record of every row, in input order. Raises BatchFailed where one is missing."""
-    windows = journal.windows()
+def lines(journal: Journal, rows: int, *, ok: bool) -> Iterator[bytes]:
+    """The JSON of every good row, or of every other one, in input order."""
+    reader = journal.reader()
     try:
         for row in range(rows):
-            record = journal.read(row, windows)
-            if record is None or record.row < 0:
-                raise BatchFailed(
-                    f"row {row + 1} has no record in {journal.folder}; nothing was written, retry"
-                )
-            yield record
+            position, good = _position(journal, row)
+            if good is ok:
+                yield reader.line(position)
     finally:
-        windows.close()
+        reader.close()
+
+
+def records(journal: Journal, rows: int) -> Iterator[Record]:
+    """The last record of every row, in input order."""
+    reader = journal.reader()
+    try:
+        for row in range(rows):
+            yield reader.record(_position(journal, row)[0])._replace(row=row)
+    finally:
+        reader.close()
+
+
+def _position(journal: Journal, row: int) -> tuple[int, bool]:
+    found = journal.position(row)
+    if found is None:
+        raise BatchFailed(f"row {row + 1} has no record in {journal.folder}; nothing was written")
+    return found
 
 
 @contextmanager
@@ -74,7 +89,7 @@ def replacing(text: str, to_path: ToPath) -> Iterator[Any]:
             file.flush()
             os.fsync(file.fileno())
         if local:
-            os.replace(part, path)
+            part.replace(path)
         else:
             upload(part, path)
     except OSError as error:
@@ -108,9 +123,9 @@ def compressed(file: Any, gz: bool) -> Iterator[Any]:
     if not gz:
         yield file
         return
-    with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as inner:
-        with io.BufferedWriter(inner, BUFFER) as buffered:  # type: ignore[type-var]
-            yield buffered
+    inner = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0)
+    with inner, io.BufferedWriter(inner, BUFFER) as buffered:  # type: ignore[type-var]
+        yield buffered
 
 
 def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -> str | None:
@@ -119,9 +134,8 @@ def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) 
     if text is None:
         return None
     with replacing(text, to_path) as file, compressed(file, text.endswith(".gz")) as out:
-        for record in records(journal, rows):
-            if record.outcome.encode() != OK:
-                out.write(record.line + b"\n")
+        for line in lines(journal, rows, ok=False):
+            out.write(line + b"\n")
     return text
 
 
@@ -132,10 +146,9 @@ def write_lines(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -
         replacing(spec.output_path, to_path) as file,
         compressed(file, spec.output_path.endswith(".gz")) as out,
     ):
-        write: Callable[[bytes], Any] = out.write
-        for record in records(journal, rows):
-            if record.outcome == "ok":
-                write(record.line + b"\n")
+        write = out.write
+        for line in lines(journal, rows, ok=True):
+            write(line + b"\n")
 
 
 def read_answers(

@@ -6,10 +6,11 @@ fingerprint of identity, URL and those bytes) changes when, and only when, the r
 
 from __future__ import annotations
 
-import hashlib
 import string
+from binascii import hexlify
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -19,7 +20,32 @@ from airflow_provider_vllm.batch.sources import Record, RecordError
 from airflow_provider_vllm.batch.spec import ALIASES, ENDPOINTS, BatchSpec, schema_of
 from airflow_provider_vllm.exceptions import InvalidInput
 
-CHAT, COMPLETIONS, RESPONSES = ENDPOINTS["chat"], ENDPOINTS["completions"], ENDPOINTS["responses"]
+CHAT, COMPLETIONS = ENDPOINTS["chat"], ENDPOINTS["completions"]
+EMBEDDINGS, RESPONSES = ENDPOINTS["embeddings"], ENDPOINTS["responses"]
+CHAT_BATCH = "/v1/chat/completions/batch"
+PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
+# What vLLM's chat batch endpoint refuses, or knows no field for, or what ties a row to its place in a request.
+ALONE = frozenset(
+    {
+        "n",
+        "best_of",
+        "stream",
+        "stream_options",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "use_beam_search",
+    }
+    | {
+        "request_id",
+        "echo",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "documents",
+        "reasoning_effort",
+        "seed",
+    }
+)
 PROMPT_COLUMNS = ("prompt", "messages", "text", "input")
 BODY_FIELDS = {
     CHAT: "messages",
@@ -34,34 +60,29 @@ PAIR_FIELDS = {
     ENDPOINTS["rerank"]: (("query", "documents"),),
 }
 
+PATHS = {name: url for name, url in ALIASES.items() if name.startswith("/")}
+URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in ENDPOINTS.values()}
+
 
 class Row:
-    """One request. `attempts` counts its failed tries, `deaths` the server losses that it was in flight at."""
+    """One request. `key` is 16 hex digits.
 
-    __slots__ = (
-        "attempts",
-        "body",
-        "busy_since",
-        "custom_id",
-        "deaths",
-        "key",
-        "number",
-        "params",
-        "prompt",
-        "url",
-    )
+    `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at;
+    `params` and `prompt` are set where it may be packed.
+    """
 
-    def __init__(self, number: int, custom_id: str, url: str, body: bytes, key: int) -> None:
+    attempts = 0
+    deaths = 0
+    busy_since: float | None = None
+    params: bytes | None = None
+    prompt: Any = None
+
+    def __init__(self, number: int, custom_id: str, url: str, body: bytes, key: bytes) -> None:
         self.number = number
         self.custom_id = custom_id
         self.url = url
         self.body = body
         self.key = key
-        self.attempts = 0
-        self.deaths = 0
-        self.busy_since: float | None = None
-        self.params: bytes | None = None
-        self.prompt: Any = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,11 @@ class BadRow:
     line: int
     field: str | None = None
 
+    @property
+    def key(self) -> bytes:
+        """The number of the row: a broken record has no request to take a fingerprint of."""
+        return b"%016x" % self.number
+
 
 class _Wrong(Exception):
     def __init__(self, code: str, message: str, field: str | None = None) -> None:
@@ -86,7 +112,9 @@ class _Wrong(Exception):
 class RowMaker:
     """Makes rows of one spec for one model. Not thread-safe: it remembers the custom ids that it has seen."""
 
-    def __init__(self, spec: BatchSpec, model: str, expected: int = 0) -> None:
+    def __init__(
+        self, spec: BatchSpec, model: str, expected: int = 0, *, pack: bool = False
+    ) -> None:
         self._spec = spec
         self._model = spec.model or model
         self._url = spec.endpoint
@@ -94,18 +122,23 @@ class RowMaker:
         self._schema = schema_of(spec.output_schema)
         self._seen = IntSet(expected)
         self._limit = spec.max_row_bytes
+        self._offset = spec.row_offset
+        self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
+        self._pack = pack
 
     def rows(self, records: Iterator[Record]) -> Iterator[Row | BadRow]:
         """One `Row` or `BadRow` a record, numbered from 0 in input order."""
         make, wrong = self._make, self._bad
-        for number, (source, line, value) in enumerate(records):
+        number = -1
+        for source, line, value in records:
+            number += 1
             try:
                 yield make(number, value)
             except (_Wrong, RecordError) as error:
                 yield wrong(number, source, line, value, error)
 
     def default_id(self, number: int) -> str:
-        return f"row-{number + self._spec.row_offset + 1}"
+        return f"row-{number + self._offset + 1}"
 
     def _bad(self, number: int, source: str, line: int, value: Any, error: Any) -> BadRow:
         record = value
@@ -133,14 +166,13 @@ class RowMaker:
                 return self._batch_row(number, value)
             if "url" in value and "custom_id" in value and "method" in value:
                 raise _Wrong("invalid_row", "body is missing", "body")
-            url, body = self._url, self._plain(value)
+            body = self._plain(value)
         elif isinstance(value, RecordError):
             raise value
         else:
-            url, body = self._url, self._prompt(value)
-        return self._row(
-            number, self.default_id(number), url, body, b"%d" % (number + self._spec.row_offset)
-        )
+            body = self._prompt(value)
+        identity = b"%d" % (number + self._offset)
+        return self._row(number, self.default_id(number), self._url, body, identity)
 
     def _row(
         self, number: int, custom_id: str, url: str, body: dict[str, Any], identity: bytes
@@ -151,10 +183,11 @@ class RowMaker:
             raise _Wrong("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
         if len(sent) > self._limit:
             raise _Wrong("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
-        digest = hashlib.blake2b(
-            b"%b\0%b\0%b" % (identity, url.encode(), sent), digest_size=8
-        ).digest()
-        return Row(number, custom_id, url, sent, int.from_bytes(digest, "big"))
+        mark = blake2b(identity + URL_MARKS[url] + sent, digest_size=8)
+        row = Row(number, custom_id, url, sent, hexlify(mark.digest()))
+        if self._pack:
+            prepare(row, body)
+        return row
 
     def _batch_row(self, number: int, value: dict[str, Any]) -> Row:
         """An OpenAI batch row; everything but `custom_id`, `url` and `body` is optional."""
@@ -166,7 +199,7 @@ class RowMaker:
                 "invalid_method", f"method is {value['method']!r}; only POST is known", "method"
             )
         asked = value.get("url", self._url)
-        url = ALIASES.get(asked) if isinstance(asked, str) and asked.startswith("/") else None
+        url = PATHS.get(asked) if isinstance(asked, str) else None
         if url is None:
             raise _Wrong(
                 "invalid_url", f"url is {asked!r}; known are {', '.join(ENDPOINTS.values())}", "url"
@@ -176,17 +209,20 @@ class RowMaker:
             raise _Wrong("invalid_body", f"body is {_kind(body)}, not an object", "body")
         if body.get("stream"):
             raise _Wrong("stream", "stream is true; a batch does not stream", "body.stream")
+        if self._changes or "model" not in body:
+            body = {"model": self._model, **self._spec.params, **body}
+        self._finish(url, body)
+        try:
+            identity = custom_id.encode()
+        except UnicodeEncodeError:
+            raise _Wrong("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
         if not self._seen.add(hash(custom_id)):
             raise _Wrong(
                 "duplicate_custom_id",
                 f"custom_id {custom_id!r} stood in an earlier row",
                 "custom_id",
             )
-        full = {"model": self._model, **self._spec.params, **body}
-        self._finish(url, full)
-        if not _is_utf8(custom_id):
-            raise _Wrong("invalid_custom_id", "custom_id is not UTF-8", "custom_id")
-        return self._row(number, custom_id, url, full, custom_id.encode())
+        return self._row(number, custom_id, url, body, identity)
 
     def _plain(self, value: dict[str, Any]) -> dict[str, Any]:
         """A body from a row of columns."""
@@ -248,13 +284,13 @@ class RowMaker:
             messages = body.get("messages")
             if not isinstance(messages, list) or not messages:
                 raise _Wrong("invalid_messages", "messages is missing or empty", "messages")
-            if not all(
-                isinstance(message, dict) and isinstance(message.get("role"), str)
-                for message in messages
-            ):
-                raise _Wrong(
-                    "invalid_messages", "every message must be an object with a role", "messages"
-                )
+            for message in messages:
+                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                    raise _Wrong(
+                        "invalid_messages",
+                        "every message must be an object with a role",
+                        "messages",
+                    )
             if self._spec.system_prompt is not None and messages[0]["role"] != "system":
                 body["messages"] = [
                     {"role": "system", "content": self._spec.system_prompt},
@@ -282,6 +318,18 @@ class RowMaker:
                 "strict": True,
             }
             body.setdefault("text", {"format": wanted})
+
+
+def prepare(row: Row, body: dict[str, Any]) -> None:
+    """Note on a row what it shares with others (`params`) and what is its own (`prompt`), where it may be packed."""
+    if row.url not in PACKABLE or not ALONE.isdisjoint(body):
+        return
+    name = BODY_FIELDS[row.url]
+    prompt = body[name]
+    if row.url != CHAT and not isinstance(prompt, str):
+        return
+    rest = {key: value for key, value in body.items() if key != name}
+    row.prompt, row.params = prompt, orjson.dumps(rest)
 
 
 class Template:

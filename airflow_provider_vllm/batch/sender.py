@@ -15,11 +15,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
 from airflow_provider_vllm.batch import packing
 from airflow_provider_vllm.batch.answers import (
+    TAIL,
     Check,
     InvalidOutput,
     Kind,
@@ -33,8 +35,9 @@ from airflow_provider_vllm.batch.answers import (
 from airflow_provider_vllm.batch.client import Client, Reply
 from airflow_provider_vllm.batch.compact import IntMap
 from airflow_provider_vllm.batch.endpoint import Endpoint
-from airflow_provider_vllm.batch.journal import OK, Journal
-from airflow_provider_vllm.batch.rows import BadRow, Row
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.records import END, head
+from airflow_provider_vllm.batch.rows import PACKABLE, BadRow, Row
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import backoff, reason_to_fail
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -49,7 +52,8 @@ class Stats:
     """Numbers that the sender writes and the watch reads."""
 
     done: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
+    ok: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
     reused: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -62,7 +66,12 @@ class Stats:
 
     @property
     def errors(self) -> int:
-        return self.done - self.outcomes["ok"]
+        return self.done - self.ok
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Rows per outcome; adds up to `done`."""
+        return {"ok": self.ok, **self.failed}
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class Sender(threading.Thread):
         self.commands: deque[Any] = deque()
         self._stopped = False
         self._spec, self._input, self._journal = spec, rows, journal
+        self._add = journal.add
         self._answered, self._total, self._check = answered, total, check
         self._client: Client | None = self._connect(endpoint)
         self._exhausted = False
@@ -167,7 +177,7 @@ class Sender(threading.Thread):
             self.events.put(Ended(self._failure))
 
     def _loop(self) -> None:
-        settle, flush = self._settle, self._journal.flush
+        settle, flush = self._settle_all, self._journal.flush
         while not self._stopped and self._failure is None:
             if self.commands:
                 self._obey(self.commands.popleft())
@@ -177,8 +187,7 @@ class Sender(threading.Thread):
                 continue
             if not self._paused:
                 self._fill()
-            for reply in self._client.poll(POLL):
-                settle(reply)
+            settle(*self._client.poll(POLL))
             flush()
             if self._finished():
                 return
@@ -196,15 +205,14 @@ class Sender(threading.Thread):
 
     def _fill(self) -> None:
         stats = self.stats
+        if self._plain and not (self._retries or self._returned or self._parcels):
+            self._fill_fast(stats.limit - stats.in_flight)
         while stats.in_flight < stats.limit:
             if self._parcels:
                 self._send(self._parcels.popleft())
                 continue
-            if (
-                stats.pack > 1
-                and stats.in_flight
-                and stats.limit - stats.in_flight < min(stats.pack, stats.limit)
-            ):
+            room = stats.limit - stats.in_flight
+            if stats.pack > 1 and stats.in_flight and room < min(stats.pack, stats.limit):
                 return
             row = self._next()
             if row is None:
@@ -213,6 +221,24 @@ class Sender(threading.Thread):
                 self._send(self._gather(row))
             else:
                 self._send_one(row)
+
+    def _fill_fast(self, room: int) -> None:
+        """The usual case, new rows one to a request, without a call for each step."""
+        assert self._client is not None
+        send, stats, sent, read = self._client.send, self.stats, 0, 0
+        for row in islice(self._input, max(room, 0)):
+            read += 1
+            if type(row) is Row:
+                send(row.url, row.body, row)
+                sent += 1
+            else:
+                self._end_badly(row, "invalid_input", bad_row_line(row), row.message)
+        stats.in_flight += sent
+        stats.read += read
+
+    @property
+    def _plain(self) -> bool:
+        return self._answered is None and self.stats.pack == 1 and not self._exhausted
 
     def _gather(self, first: Row) -> list[Row]:
         """More rows that fit into the pack of `first`."""
@@ -267,7 +293,10 @@ class Sender(threading.Thread):
                 self._end_badly(row, "invalid_input", bad_row_line(row), row.message)
                 if self._failure is not None:
                     return None
-            elif self._answered is not None and (at := self._answered.get(row.key)) is not None:
+            elif (
+                self._answered is not None
+                and (at := self._answered.get(int(row.key, 16))) is not None
+            ):
                 self._reuse(row, at)
             else:
                 return row
@@ -277,25 +306,32 @@ class Sender(threading.Thread):
         self._journal.claim(row.number, position)
         self.stats.reused += 1
         self.stats.done += 1
-        self.stats.outcomes["ok"] += 1
+        self.stats.ok += 1
 
     # what came back
 
-    def _settle(self, reply: Reply) -> None:
-        tag = reply.tag
-        if type(tag) is list:
-            self.stats.in_flight -= len(tag)
-            self._settle_pack(tag, reply)
-            return
-        self.stats.in_flight -= 1
-        if reply.status == 200:
-            self._settle_good(tag, reply.body)
-        else:
-            self._settle_bad(tag, reply)
+    def _settle_all(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
+        if good:
+            self._failed_in_a_row = 0
+        settle = self._settle_good
+        for tag, body in good:
+            if type(tag) is list:
+                self.stats.in_flight -= len(tag)
+                self._settle_good_pack(tag, body)
+            else:
+                self.stats.in_flight -= 1
+                settle(tag, body)
+        for reply in others:
+            if type(reply.tag) is list:
+                self.stats.in_flight -= len(reply.tag)
+                self._settle_bad_pack(reply.tag, reply)
+            else:
+                self.stats.in_flight -= 1
+                self._settle_bad(reply.tag, reply)
 
-    def _settle_good(self, row: Row, raw: bytes, sums: tuple[int, int] = (0, 0)) -> None:
+    def _settle_good(self, row: Row, raw: bytes, sums: tuple[int, int] | None = None) -> None:
         try:
-            line, prompt_tokens, completion_tokens = answer(row, raw, self._check)
+            start, body, prompt_tokens, completion_tokens = answer(row, raw, self._check, sums)
         except NotAnAnswer as error:
             self._again(row, f"HTTP 200, but {error}")
             return
@@ -303,12 +339,10 @@ class Sender(threading.Thread):
             line = error_line(row, "invalid_output", str(error), status=200, body=raw)
             self._end_badly(row, "invalid_output", line, str(error))
             return
-        self._failed_in_a_row = 0
-        prompt_tokens, completion_tokens = prompt_tokens + sums[0], completion_tokens + sums[1]
-        self._journal.add(row.key, row.number, OK, prompt_tokens, completion_tokens, line)
+        self._add(row.number, True, start, body, TAIL)
         stats = self.stats
         stats.done += 1
-        stats.outcomes["ok"] += 1
+        stats.ok += 1
         stats.prompt_tokens += prompt_tokens
         stats.completion_tokens += completion_tokens
 
@@ -331,21 +365,21 @@ class Sender(threading.Thread):
         else:
             self._doubt(row, kind, message)
 
-    def _settle_pack(self, rows: list[Row], reply: Reply) -> None:
-        if reply.status == 200:
-            try:
-                bodies, prompt_tokens, completion_tokens = packing.split(rows, reply.body)
-            except NotAnAnswer:
-                self._halve(rows)
-                return
-            sums = (prompt_tokens, completion_tokens)
-            for row, body in zip(rows, bodies, strict=True):
-                self._settle_good(row, body, sums)
-                sums = (0, 0)
+    def _settle_good_pack(self, rows: list[Row], raw: bytes) -> None:
+        try:
+            bodies, prompt_tokens, completion_tokens = packing.split(rows, raw)
+        except NotAnAnswer:
+            self._halve(rows)
             return
-        kind = classify(reply)
+        sums = (prompt_tokens, completion_tokens)
+        for row, body in zip(rows, bodies, strict=True):
+            self._settle_good(row, body, sums)
+            sums = (0, 0)
+
+    def _settle_bad_pack(self, rows: list[Row], reply: Reply) -> None:
+        kind, url = classify(reply), rows[0].url
         if kind is Kind.REJECTED:
-            if reply.status in (404, 405, 501) and rows[0].url != packing.PACKABLE[rows[0].url]:
+            if reply.status in (404, 405, 501) and url != PACKABLE[url]:
                 self.stats.pack = 1  # the server does not offer packs, or not for this model
             self._halve(rows)
             return
@@ -412,11 +446,10 @@ class Sender(threading.Thread):
             self.events.put(Trouble(message))
 
     def _end_badly(self, row: Row | BadRow, outcome: str, line: bytes, message: str) -> None:
-        key = row.key if isinstance(row, Row) else row.number
-        self._journal.add(key, row.number, outcome.encode(), 0, 0, line)
+        self._journal.add(row.number, False, head(row.key, row.number, outcome.encode()), line, END)
         stats = self.stats
         stats.done += 1
-        stats.outcomes[outcome] += 1
+        stats.failed[outcome] += 1
         if len(stats.samples) < 5:
             stats.samples.append(f"{row.custom_id}: {message[:300]}")
         reason = reason_to_fail(

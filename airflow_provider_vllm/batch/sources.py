@@ -135,9 +135,9 @@ def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
         yield from READERS[source.format](source, spec)
 
 
-def _lines(source: Source, limit: int) -> Iterator[tuple[int, bytes | RecordError]]:
+def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
     """Lines without their ends; blank lines only where another line follows."""
-    number, blanks = 0, 0
+    number, blanks, name, limit = 0, 0, source.name, spec.max_row_bytes
     with source.open() as file:
         readline = file.readline
         while line := readline(limit + 2):
@@ -156,19 +156,13 @@ def _lines(source: Source, limit: int) -> Iterator[tuple[int, bytes | RecordErro
                     blanks += 1
                     continue
             for blank in range(blanks):
-                yield number - blanks + blank, RecordError("empty_row", "the line is empty")
+                yield name, number - blanks + blank, RecordError("empty_row", "the line is empty")
             blanks = 0
-            yield number, item
-
-
-def _jsonl(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    name = source.name
-    for number, line in _lines(source, spec.max_row_bytes):
-        yield name, number, line
+            yield name, number, item
 
 
 def _text(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    for number, line in _lines(source, spec.max_row_bytes):
+    for _, number, line in _lines(source, spec):
         value: Any = line
         if isinstance(line, bytes):
             try:
@@ -247,7 +241,7 @@ def parquet_file(source: Source, raw: Any) -> Any:
         raise InvalidPrompts(f"input_path {source.name} is not Parquet: {error}") from error
 
 
-READERS = {"jsonl": _jsonl, "text": _text, "csv": _csv, "parquet": _parquet}
+READERS = {"jsonl": _lines, "text": _text, "csv": _csv, "parquet": _parquet}
 
 
 @dataclass(frozen=True)

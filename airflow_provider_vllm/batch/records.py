@@ -1,0 +1,104 @@
+"""The record of one row's end: how it is written, found again, and read by position.
+
+A record is one line, `key row outcome prompt_tokens completion_tokens JSON`, where JSON is the row's
+line in the results or errors file and the key is 16 hex digits. A position is
+`segment << 40 | offset`. Invariant: a torn or zeroed line is no record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+OK = b"ok"
+END = b"\n"
+SEGMENT_SHIFT = 40  # a terabyte a segment
+OFFSET_MASK = (1 << SEGMENT_SHIFT) - 1
+WINDOW = 1 << 18
+
+
+class Record(NamedTuple):
+    """`line` is the row's JSON in the results file (outcome `ok`) or the errors file."""
+
+    row: int
+    outcome: str
+    line: bytes
+
+
+def head(
+    key: bytes, row: int, outcome: bytes, prompt_tokens: int = 0, completion_tokens: int = 0
+) -> bytes:
+    """Everything of a record before its JSON."""
+    return b"%b %d %b %d %d " % (key, row, outcome, prompt_tokens, completion_tokens)
+
+
+def scan(path: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """Offset and the six fields of every whole record of a segment."""
+    offset = 0
+    with path.open("rb", buffering=1 << 20) as file:
+        for line in file:
+            fields = line.split(b" ", 5)
+            if len(fields) == 6 and fields[5].endswith(b"}\n") and b"\0" not in line:
+                yield offset, fields
+            offset += len(line)
+
+
+class Reader:
+    """Reads records by position through a few buffered windows, since rows end nearly in order."""
+
+    def __init__(self, segments: list[Path], keep: int = 8) -> None:
+        self._paths = segments
+        self._fds: dict[int, int] = {}
+        self._windows: dict[int, bytes] = {}
+        self._keep = keep
+
+    def line(self, position: int) -> bytes:
+        """The JSON of a record."""
+        record = self._record(position)
+        return record[record.index(b"{") :]
+
+    def record(self, position: int) -> Record:
+        fields = self._record(position).split(b" ", 5)
+        return Record(int(fields[1]), fields[2].decode(), fields[5])
+
+    def _record(self, position: int) -> bytes:
+        number, start = divmod(position, WINDOW)
+        window = self._windows.get(number)
+        if window is None:
+            window = self._load(number)
+        end = window.find(END, start)
+        return window[start:end] if end >= 0 else self._long(number, start)
+
+    def _load(self, number: int) -> bytes:
+        position = number * WINDOW
+        window = os.pread(self._fd(position >> SEGMENT_SHIFT), WINDOW, position & OFFSET_MASK)
+        if len(self._windows) >= self._keep:
+            del self._windows[next(iter(self._windows))]
+        self._windows[number] = window
+        return window
+
+    def _long(self, number: int, start: int) -> bytes:
+        """A record that goes on in the next window, or the next few."""
+        parts = [self._load(number)[start:]]
+        while True:
+            number += 1
+            window = self._windows.get(number) or self._load(number)
+            end = window.find(END)
+            if end >= 0 or not window:
+                return b"".join(parts) + window[: max(end, 0)]
+            parts.append(window)
+
+    def _fd(self, segment: int) -> int:
+        if segment not in self._fds:
+            if len(self._fds) >= 32:
+                os.close(self._fds.pop(next(iter(self._fds))))
+            self._fds[segment] = os.open(self._paths[segment], os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[segment]
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        self._windows.clear()
