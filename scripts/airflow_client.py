@@ -34,7 +34,8 @@ class WaitTimedOut(AssertionError):
 
 @dataclass(frozen=True)
 class TaskInstance:
-    """One task instance as the REST API shows it; times are ISO 8601 strings."""
+    """One task instance as the REST API shows it; times are ISO 8601 strings, `duration` seconds,
+    `rendered_fields` the templated arguments as text or JSON."""
 
     task_id: str
     map_index: int
@@ -45,6 +46,8 @@ class TaskInstance:
     end_date: str | None
     hostname: str | None
     pid: int | None
+    duration: float | None
+    rendered_fields: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -164,12 +167,18 @@ class AirflowClient:
         self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, map_index: int = -1
     ) -> str:
         """The log of one try as text: a line for each event, then its exceptions, one a line."""
+        events = self.log_events(dag_id, run_id, task_id, try_number, map_index)
+        return "\n".join(_line(event) for event in events)
+
+    def log_events(
+        self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, map_index: int = -1
+    ) -> list[dict[str, Any]]:
+        """The events of one try so far, each with `event` (its text) and often `level`, `logger`."""
         path = f"{_run(dag_id, run_id)}/taskInstances/{task_id}/logs/{try_number}"
         params: dict[str, Any] = {"map_index": map_index, "full_content": True}
-        content = self.request("GET", path, params=params, headers={"Accept": "application/json"})[
-            "content"
-        ]
-        return "\n".join(_line(event) for event in content)
+        accept = {"Accept": "application/json"}  # a stream of lines without it
+        content = self.request("GET", path, params=params, headers=accept)["content"]
+        return [{"event": each} if isinstance(each, str) else each for each in content]
 
     def clear(
         self,
@@ -223,11 +232,13 @@ class AirflowClient:
         timeout: float,
         what: str,
         every: float = 0.5,
+        say: Callable[[str], object] | None = None,
     ) -> T:
         """Look every `every` seconds until `until` holds; the value that did. Raises WaitTimedOut.
 
-        A request that fails on the way (the API server may be restarting) is looked at as "not
-        yet"; the last failure is in the message when time runs out.
+        `say` gets a line whenever what is seen changes; this client's own where it is None. A
+        request that fails on the way (the API server may be restarting) is looked at as "not yet";
+        the last failure is in the message when time runs out.
         """
         began = time.monotonic()
         seen: object = None
@@ -242,7 +253,7 @@ class AirflowClient:
                 now = value
             elapsed = time.monotonic() - began
             if now != seen:
-                self._say(f"{what}, {elapsed:.1f} s: {now}")
+                (say or self._say)(f"{what}, {elapsed:.1f} s: {now}")
                 seen = now
             if elapsed > timeout:
                 raise WaitTimedOut(f"{what}: not within {timeout:.0f} s; last seen: {seen}")
@@ -267,9 +278,7 @@ def _run(dag_id: str, run_id: str) -> str:
     return f"/dags/{dag_id}/dagRuns/{run_id}"
 
 
-def _line(event: str | dict[str, Any]) -> str:
-    if isinstance(event, str):
-        return event
+def _line(event: dict[str, Any]) -> str:
     head = f"{event.get('timestamp') or ''} {event.get('level') or ''} {event['event']}".strip()
     rest = {name: value for name, value in event.items() if value and name not in LOG_CONTEXT}
     causes = rest.pop("error_detail", [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import io
 import json
 import os
 import secrets
@@ -33,19 +34,24 @@ def write_config(
     """Write airflow.cfg and the password file into `home`; the admin user's password.
 
     `settings` (section -> option -> value) wins over what is written here. `database` is an
-    SQLAlchemy URL, SQLite in `home` where it is None.
+    SQLAlchemy URL, SQLite in `home` where it is None. Secrets that are there already are kept: the
+    database holds what was encrypted with them.
     """
-    password = secrets.token_urlsafe(16)
-    passwords = home / "passwords.json"
-    write_private(passwords, json.dumps({USER: password}))
+    passwords, path = home / "passwords.json", home / "airflow.cfg"
+    if not passwords.exists():
+        write_private(passwords, json.dumps({USER: secrets.token_urlsafe(16)}))
+    before = configparser.RawConfigParser()
+    before.read(path)
     parser = configparser.RawConfigParser()
+    for section, options in _secrets().items():
+        kept = {each: before.get(section, each, fallback=fresh) for each, fresh in options.items()}
+        parser.read_dict({section: kept})
     parser.read_dict(_defaults(home, dag_folders, port, database, passwords))
     parser.read_dict(settings)
-    path = home / "airflow.cfg"
-    write_private(path, "")
-    with path.open("w") as file:
-        parser.write(file)
-    return password
+    text = io.StringIO()
+    parser.write(text)
+    write_private(path, text.getvalue())
+    return json.loads(passwords.read_text())[USER]
 
 
 def write_private(path: Path, text: str) -> None:
@@ -54,6 +60,15 @@ def write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+
+
+def _secrets() -> dict[str, dict[str, str]]:
+    """Fresh ones, by section and option."""
+    return {
+        "core": {"fernet_key": base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()},
+        "api": {"secret_key": secrets.token_urlsafe(32)},
+        "api_auth": {"jwt_secret": secrets.token_urlsafe(64)},
+    }
 
 
 def _defaults(
@@ -74,7 +89,6 @@ def _defaults(
             "parallelism": "6",
             "load_examples": "False",
             "dags_folder": str(dag_folders[0]),
-            "fernet_key": base64.urlsafe_b64encode(secrets.token_bytes(32)).decode(),
             "execution_api_server_url": f"http://127.0.0.1:{port}/execution/",
             "simple_auth_manager_users": f"{USER}:admin",
             "simple_auth_manager_passwords_file": str(passwords),
@@ -84,9 +98,7 @@ def _defaults(
             "port": str(port),
             "base_url": f"http://127.0.0.1:{port}",
             "workers": "1",
-            "secret_key": secrets.token_urlsafe(32),
         },
-        "api_auth": {"jwt_secret": secrets.token_urlsafe(64)},
         "database": {"sql_alchemy_conn": database or f"sqlite:///{home / 'airflow.db'}"},
         "logging": {"base_log_folder": str(home / "logs")},
         "dag_processor": {

@@ -11,6 +11,7 @@ was still alive after the parts had ended is returned by `stop`.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -51,16 +52,18 @@ class AirflowStack:
         settings: Settings | None = None,
         environ: Mapping[str, str] | None = None,
         database: str | None = None,
+        port: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self.home = home
         self.logs = home / "parts"
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.pids: dict[str, int] = {}
         self._progress = progress or Progress()
         self._reaper: subprocess.Popen[str] | None = None
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._lock = (home / "lock").open("w")
         self.password = write_config(
             home, dag_folders, settings or {}, port=self.port, database=database
         )
@@ -68,7 +71,11 @@ class AirflowStack:
         self.client = AirflowClient(self.url, USER, self.password, say=self._progress.say)
 
     def start(self, timeout: float = 120.0) -> None:
-        """Make the database where it is missing, start the parts, wait until all are healthy."""
+        """Make the database where it is missing, start the parts, wait until all are healthy.
+
+        Raises StackFailed, also when another Airflow runs in this home.
+        """
+        self._take_home()
         with self._progress.stage("Airflow's database"):
             self.run_command("db", "migrate")
         with self._progress.stage("Airflow's parts") as note:
@@ -82,10 +89,11 @@ class AirflowStack:
         twice."""
         reaper, self._reaper = self._reaper, None
         self.client.close()
-        if reaper is None:
-            return []
-        answer, _ = reaper.communicate(json.dumps({"end": grace}) + "\n")
+        answer = ""
+        if reaper is not None:
+            answer, _ = reaper.communicate(json.dumps({"end": grace}) + "\n")
         self.pids.clear()
+        self._lock.close()
         return json.loads(answer.splitlines()[-1])["left"] if answer else []
 
     def start_part(self, name: str) -> int:
@@ -107,6 +115,10 @@ class AirflowStack:
         if self._reaper is None:
             return []
         return [command_line(pid) for pid in strays(self._reaper.pid, self.pids.values())]
+
+    def dead_parts(self) -> list[str]:
+        """Names of the parts that were started and have gone."""
+        return [name for name, pid in self.pids.items() if not Path(f"/proc/{pid}").exists()]
 
     def part_log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
@@ -144,6 +156,12 @@ class AirflowStack:
     ) -> None:
         self.stop()
 
+    def _take_home(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackFailed(f"Another Airflow runs in {self.home}: end that one first.") from None
+
     def _ask_reaper(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._reaper is None:
             self._reaper = subprocess.Popen(
@@ -173,10 +191,9 @@ class AirflowStack:
             time.sleep(0.3)
 
     def _raise_for_dead_parts(self) -> None:
-        for name, pid in self.pids.items():
-            if not Path(f"/proc/{pid}").exists():
-                said = self.part_log(name).read_text(errors="replace")[-TAIL_CHARACTERS:]
-                raise StackFailed(f"{name} died at start; {self.part_log(name)} ends:\n{said}")
+        for name in self.dead_parts():
+            said = self.part_log(name).read_text(errors="replace")[-TAIL_CHARACTERS:]
+            raise StackFailed(f"{name} died at start; {self.part_log(name)} ends:\n{said}")
 
 
 def _inherited() -> dict[str, str]:

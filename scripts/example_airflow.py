@@ -33,15 +33,15 @@ def example_settings(home: Path) -> dict[str, dict[str, str]]:
 
 
 def example_environ(home: Path) -> dict[str, str]:
-    """Variables of the example DAGs (`AIRFLOW_VAR_*`), and what vLLM has to know of the machine.
+    """What the example DAGs ask for (VLLM_MODEL, VLLM_DATA), and what vLLM has to know of here.
 
-    The folder that the variable `vllm_data_dir` names is made.
+    The folder that VLLM_DATA names is made.
     """
     data = home / "data"
     data.mkdir(parents=True, exist_ok=True)
     environ = {
-        "AIRFLOW_VAR_VLLM_MODEL": example_model(),
-        "AIRFLOW_VAR_VLLM_DATA_DIR": str(data),
+        "VLLM_MODEL": example_model(),
+        "VLLM_DATA": str(data),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
