@@ -8,18 +8,21 @@ for it, unless only a later one says what a rule knows.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from airflow_provider_vllm.diagnosis import wrappers
 from airflow_provider_vllm.diagnosis.events import Event
-from airflow_provider_vllm.diagnosis.logs import DRIVER, WORKER, Record
+from airflow_provider_vllm.diagnosis.logs import WORKER, Record
 from airflow_provider_vllm.diagnosis.reader import Life
 from airflow_provider_vllm.diagnosis.rule import Rule
 from airflow_provider_vllm.diagnosis.stages import stage_of
 
 NATIVE_DEPTH = WORKER + 1
+NATIVE_GOES_ON = 40
+"""So many ordinary lines after a native message show that it was harmless."""
 STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
 
 _INTERRUPT = re.compile(r"^KeyboardInterrupt\b")
@@ -37,8 +40,7 @@ class Suspect:
     @property
     def rank(self) -> tuple[int, int, int]:
         """The smallest of these is to blame."""
-        native = self.event.kind == "native" and self.event.depth == DRIVER
-        depth = NATIVE_DEPTH if native else self.event.depth
+        depth = NATIVE_DEPTH if self.event.kind == "native" else self.event.depth
         return (-self.strength, -depth, self.event.number)
 
 
@@ -77,6 +79,7 @@ def blame(
         for suspect in suspects
         if not _interrupts(suspect) and (suspect.event.kind != "native" or suspect.rule)
     ]
+    others = [suspect for suspect in others if _supported(suspect, others)]
     best = min(others, key=lambda suspect: suspect.rank, default=None)
     return Blame(
         best,
@@ -126,6 +129,14 @@ def _at_line(event: Event, line: int) -> Event:
     return Event(**{**event.__dict__, "record": event.lines[line]})
 
 
+def _supported(suspect: Suspect, others: Sequence[Suspect]) -> bool:
+    needs = suspect.rule.needs if suspect.rule and suspect.event.kind == "native" else None
+    rest = [other for other in others if other.event.kind != "native"]
+    if needs is None or not rest:
+        return True
+    return any(re.search(needs, other.event.message) for other in rest)
+
+
 def _strength(event: Event, rule: Rule | None) -> int:
     if rule is not None:
         return VICTIM if rule.victim else STRONG
@@ -148,7 +159,7 @@ def _is_noise(event: Event, life: Life) -> bool:
         return True
     if event.kind == "logged" and wrappers.HARMLESS.search(first):
         return True
-    if life.ready is not None and event.number > life.ready:
+    if life.serving is not None and event.number > life.serving:
         return wrappers.REQUEST.search(event.header or first) is not None
     return False
 
@@ -160,7 +171,10 @@ class _History:
         self.life = life
         self.end = life.fatal or life.last
         self.progress: dict[tuple[str | None, int | None], int] = {}
+        self.quiet: list[int] = []
         for record in records:
+            if record.level in ("INFO", "DEBUG") and record.number <= self.end:
+                self.quiet.append(record.number)
             if record.level in ("INFO", "WARNING") and stage_of(record.text) is not None:
                 self.progress[record.process, record.pid] = record.number
 
@@ -168,9 +182,11 @@ class _History:
         """Whether the life went on well after this event."""
         if self.life.ready is not None and event.number < self.life.ready:
             return True
-        if self.life.ready is None:
+        if self.life.serving is None:
             process = (event.record.process, event.record.pid)
-            return event.kind != "native" and self.progress.get(process, 0) > event.number
+            if event.kind == "native":
+                return len(self.quiet) - bisect.bisect(self.quiet, event.number) > NATIVE_GOES_ON
+            return self.progress.get(process, 0) > event.number
         moved = sum(
             1
             for stats in self.life.stats

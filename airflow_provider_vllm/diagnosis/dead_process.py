@@ -66,6 +66,7 @@ RULES: tuple[Rule, ...] = (
         launch=True,
         request=None,
         native=True,
+        victim=True,
         confidence=0.85,
         examples=(
             "!!!!!!! Segfault encountered !!!!!!!",
@@ -87,6 +88,19 @@ RULES: tuple[Rule, ...] = (
         confidence=0.8,
         examples=(
             "TimeoutError: Timed out waiting for engine core processes to start. This is often caused by slow weight loading for large models. Waited 600s (configured by VLLM_ENGINE_READY_TIMEOUT_S).",
+        ),
+    ),
+    Rule(
+        id="engine_iteration_timeout",
+        group="communication",
+        pattern=r"Engine iteration timed out",
+        explanation="One step of the engine did not come back: a worker or the GPU hangs.",
+        first_action="Start again; if it hangs again, take a py-spy dump of each worker before ending it.",
+        launch=True,
+        request=True,
+        confidence=0.85,
+        examples=(
+            "ERROR 07-13 15:07:34 async_llm_engine.py:616] Engine iteration timed out. This should never happen!",
         ),
     ),
     Rule(

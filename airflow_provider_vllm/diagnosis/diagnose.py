@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from airflow_provider_vllm.diagnosis import silent
-from airflow_provider_vllm.diagnosis.blame import STRONG, Blame, Suspect, blame
+from airflow_provider_vllm.diagnosis.blame import STRONG, VICTIM, Blame, Suspect, blame
 from airflow_provider_vllm.diagnosis.catalogue import NATIVE, RULES
 from airflow_provider_vllm.diagnosis.events import Event, events
 from airflow_provider_vllm.diagnosis.guess import guess_group
@@ -99,14 +99,9 @@ def _stopped_in_order(case: _Case) -> bool:
     if case.exit_status not in (None, 0, -15, 143, 130, -2):
         return False
     suspect = case.blame.suspect
-    before = suspect is not None and suspect.strength == STRONG and suspect.rank[0] == -STRONG
-    if before and suspect is not None and suspect.event.number < life.orderly:
-        return life.ready is not None and life.fatal is None and _is_request(suspect)
-    return life.ready is not None or suspect is None
-
-
-def _is_request(suspect: Suspect) -> bool:
-    return suspect.rule is None or suspect.rule.group == "request"
+    if life.serving is not None or suspect is None:
+        return True
+    return suspect.strength != STRONG or suspect.event.number > life.orderly
 
 
 def _interrupted(case: _Case) -> Diagnosis | None:
@@ -131,14 +126,14 @@ def _came_to_a_bad_end(case: _Case) -> bool:
         return True
     if suspect is None:
         return False
-    if life.ready is not None:
+    if life.serving is not None:
         return (
             suspect.event.kind == "native"
             and suspect.rule is not None
             and suspect.event.depth == 0
             and suspect.rule.group in ("dead_process", "kernel_hardware", "capacity")
         )
-    return suspect.strength == STRONG or case.exit_status is not None or bool(case.blame.wrappers)
+    return suspect.strength >= VICTIM or case.exit_status is not None or bool(case.blame.wrappers)
 
 
 def _named(case: _Case, suspect: Suspect) -> Diagnosis:

@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="jit_toolchain",
         group="environment",
-        pattern=r"fatal error: (?P<header>\S+\.h(?:pp)?|\S+): No such file|/usr/bin/ld: cannot find (?P<lib>\S+)|Could not find nvcc|nvcc(?:'| |\S*:).{0,40}(?:not found|No such file)|Failed to find C compiler|ninja: build stopped|Ninja build failed|'ninja', '-v'|Ninja is required|CUDA_HOME (?:environment variable is not set|not found)|No such file or directory: '(?:[^']*/)?(?:nvcc|gcc|g\+\+|ninja|c\+\+|cc|ptxas|cl)'|gcc: (?:fatal )?error|returned non-zero exit status \d+\.$|nvcc fatal|InvalidCxxCompiler|CppCompileError|Error building extension|error: command '.*(?:gcc|nvcc|g\+\+|ninja)",
+        pattern=r"fatal error: (?P<header>\S+\.h(?:pp)?|\S+): No such file|/usr/bin/ld: cannot find (?P<lib>\S+)|Could not find nvcc|nvcc(?:'| |\S*:).{0,40}(?:not found|No such file)|Failed to find C compiler|Ninja is required|CUDA_HOME (?:environment variable is not set|not found)|No such file or directory: '(?:[^']*/)?(?:nvcc|gcc|g\+\+|ninja|c\+\+|cc|ptxas|cl)'|gcc: (?:fatal )?error|nvcc fatal|InvalidCxxCompiler|CppCompileError|Error building extension|error: command '.*(?:gcc|nvcc|g\+\+|ninja)",
         explanation="Code that is compiled at the start could not be built: the host's toolchain is not complete.",
         first_action="Install what the root line misses (CUDA toolkit headers, gcc, python3-dev, ninja) in the server's environment.",
         launch=False,
@@ -136,6 +136,19 @@ RULES: tuple[Rule, ...] = (
             "/usr/bin/ld: cannot find -lcuda: No such file or directory",
             "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist",
         ),
+    ),
+    Rule(
+        id="build_failed",
+        group="environment",
+        pattern=r"ninja: build stopped|Ninja build failed|\['ninja', '-v'|Command '.{0,200}(?:nvcc|gcc|ninja|g\+\+).{0,400}returned non-zero exit status",
+        explanation="Code that is compiled at the start did not build.",
+        first_action="Read the compiler's first error above this line; install what it misses.",
+        launch=False,
+        request=None,
+        native=True,
+        victim=True,
+        confidence=0.8,
+        examples=("ninja: build stopped: subcommand failed.",),
     ),
     Rule(
         id="abi_mismatch",

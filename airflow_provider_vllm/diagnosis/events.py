@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from airflow_provider_vllm.diagnosis.logs import Record, depth_of
+from airflow_provider_vllm.diagnosis.wrappers import is_wrapper
 
 MESSAGE_LINES = 14
 
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)(?P<colon>:?)\s*$")
 _CHAINED = re.compile(
     r"The above exception was the direct cause of|During handling of the above exception"
 )
@@ -23,6 +24,11 @@ _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Warning|Died"
     r"|NotFound|Failed|Group)\b"
 )
+# An exception that stands alone, as in a log of which only the end was kept.
+_BARE = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: \S|$)|^KeyboardInterrupt$"
+)
+_MARKERS = re.compile(r"^[\s^~]+$")
 _GROUP = re.compile(r"^\s*[|+][-+ |]*")
 _OWNER = re.compile(r"^Process ([A-Za-z]\w*(?:-\d+)?):$")
 _PLACES = (
@@ -86,6 +92,9 @@ class _Stream:
         self.owner: str | None = None
         self.frames: list[str] = []
         self.after_file = False
+        self.indent = 0
+        self.notebook = False
+        self.headless = False
         self.event: Event | None = None
         self.logged: Event | None = None
         self.complete = False
@@ -102,10 +111,11 @@ class _Parser:
     def add(self, record: Record) -> None:
         stream = self.streams.setdefault(record.stream, _Stream())
         text = record.text
-        if "|" in text[:8] or "+" in text[:8]:
-            text = _GROUP.sub("", text) if _GROUP.match(text) else text
-        if _TRACEBACK.search(text):
-            self._open(stream, record, text)
+        if ("|" in text[:8] or "+" in text[:8]) and _GROUP.match(text):
+            text = _GROUP.sub("", text)
+        opened = _TRACEBACK.search(text)
+        if opened:
+            self._open(stream, record, text, opened)
         elif stream.state == "frames":
             self._frame(stream, record, text)
         elif stream.state == "message":
@@ -113,17 +123,24 @@ class _Parser:
         else:
             self._idle(stream, record, text)
 
-    def _open(self, stream: _Stream, record: Record, text: str) -> None:
+    def _open(
+        self, stream: _Stream, record: Record, text: str, opened: re.Match[str] | None
+    ) -> None:
         if stream.state != "chained":
             self.chains += 1
             stream.chain, stream.link = self.chains, 0
-            before = text[: text.index("Traceback (")].strip()
+            before = text[: opened.start()].strip() if opened else ""
             if before:
-                stream.header = Record(**{**record.__dict__, "text": before})
+                stream.header = replace(record, text=before)
             stream.event = None
         stream.state, stream.frames, stream.after_file = "frames", [], False
+        stream.indent = len(text) - len(text.lstrip()) if opened else 0
+        stream.notebook = opened is not None and not opened["colon"]
+        stream.headless = opened is None
 
     def _frame(self, stream: _Stream, record: Record, text: str) -> None:
+        if stream.indent and not text[: stream.indent].strip():
+            text = text[stream.indent :]
         found = _FRAME.match(text)
         if found:
             path = "/".join(re.split(r"[/\\]", found["path"])[-3:])
@@ -133,10 +150,15 @@ class _Parser:
         if not text or text[0].isspace() or text.startswith("[Previous line"):
             stream.after_file = False
             return
-        if stream.after_file and not _EXCEPTION.match(text):
+        exception = _EXCEPTION.match(text)
+        if _MARKERS.match(text) or ((stream.after_file or stream.notebook) and not exception):
             stream.after_file = False
             return
         if record.level is None and _BREAK.match(text):
+            return
+        if stream.headless and not exception:
+            self._close(stream)
+            self._idle(stream, record, text)
             return
         self._exception(stream, record, text)
 
@@ -174,6 +196,9 @@ class _Parser:
             self._close(stream)
             self._idle(stream, record, text)
             return
+        if is_wrapper(event.message) and _BARE.match(text):
+            self._exception(stream, record, text)
+            return
         if record.level is None and not text.strip():
             stream.complete = True
         if len(event.lines) < MESSAGE_LINES and not stream.complete:
@@ -190,10 +215,22 @@ class _Parser:
         owner = _OWNER.match(text)
         if owner:
             stream.owner = owner[1]
+        if _FRAME.match(text):  # the beginning of the traceback is not in the log
+            self._open(stream, record, text, None)
+            self._frame(stream, record, text)
+            return
         if text.strip():
             stream.header = record
-        if record.level in _BAD_LEVELS or text.startswith(("ERROR:", "CRITICAL:")):
+        if _BARE.match(text) and (record.level is None or record.level in _BAD_LEVELS):
+            self._bare(stream, record, text)
+        elif record.level in _BAD_LEVELS or text.startswith(("ERROR:", "CRITICAL:")):
             self._logged(stream, record, text)
+
+    def _bare(self, stream: _Stream, record: Record, text: str) -> None:
+        self.chains += 1
+        stream.chain, stream.link, stream.frames = self.chains, 0, []
+        stream.header = None
+        self._exception(stream, record, text)
 
     def _logged(self, stream: _Stream, record: Record, text: str) -> None:
         last = stream.logged
@@ -211,6 +248,12 @@ class _Parser:
         stream.state, stream.event = "idle", None
 
 
+def _may_be_native(record: Record) -> bool:
+    if record.level not in (None, "WARNING", "ERROR", "CRITICAL"):
+        return False
+    return "Warning:" not in record.text and not record.text.startswith(("INFO:", "  "))
+
+
 def _placed(frames: list[str]) -> str | None:
     """The process that a traceback without a name must come from, by its frames."""
     for frame in frames:
@@ -226,7 +269,7 @@ def events(lines: Iterable[Record], native: re.Pattern[str]) -> list[Event]:
     for record in lines:
         before = len(parser.events)
         parser.add(record)
-        if native.search(record.text) and len(parser.events) == before:
+        if len(parser.events) == before and _may_be_native(record) and native.search(record.text):
             parser.events.append(
                 Event("native", record, record.text, record.process, lines=[record])
             )

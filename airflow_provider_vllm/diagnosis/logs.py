@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from airflow_provider_vllm.diagnosis.prefix import split_prefix
+from airflow_provider_vllm.diagnosis.prefix import anchor_of, split_prefix
 from airflow_provider_vllm.diagnosis.reader import Line
 
 WORKER, ENGINE, SERVER, DRIVER = 3, 2, 1, 0
@@ -41,10 +41,6 @@ _SOURCES = {
     "model_runner.py": "Worker",
     "multiproc_executor.py": "EngineCore",
 }
-_ANCHOR = re.compile(
-    r"\((?:API[Ss]erver|ApiServer|EngineCore|Worker|VllmWorker|RayWorker)\w*[^)\n]{0,40}pid=\d+"
-    r"|(?:INFO|WARNING|ERROR|CRITICAL|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d|\[rank\d+\]: "
-)
 _REPEATED = re.compile(r"\s*\x1b?(?:\[\d+m)?\[repeated \d+x across[^\]]*\](?:\x1b?\[0m)?\s*$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|(?<![\w\]])\[(?:0|1|3[0-7]|36|1;36|0;36)m")
 _BOX = re.compile(r"^\s*[│┃|]\s(?P<body>.*?)\s*[│┃]?\s*$")
@@ -112,10 +108,6 @@ def _record(number: int, raw: str, text: str, prefix: re.Pattern[str] | None) ->
     if prefix is not None and (found := prefix.match(text)):
         text = text[found.end() :]
     parts = split_prefix(text)
-    if parts.process is None and parts.level is None:
-        anchor = _ANCHOR.search(text, 1, 200)
-        if anchor and '"' not in text[: anchor.start()] and "'" not in text[: anchor.start()]:
-            parts = split_prefix(text[anchor.start() :])
     message = _REPEATED.sub("", parts.text) if "[repeated" in parts.text else parts.text
     process = parts.process
     if process is None and parts.source is not None:
@@ -151,11 +143,11 @@ def _common_prefix(texts: Iterable[tuple[str, str]]) -> re.Pattern[str] | None:
     shapes: Counter[str] = Counter()
     anchored = 0
     for _, text in texts:
-        anchor = _ANCHOR.search(text, 0, 200)
+        anchor = anchor_of(text)
         if anchor is None:
             continue
         anchored += 1
-        before = text[: anchor.start()]
+        before = text[:anchor]
         if before.strip() and len(before) <= 120 and "it/s" not in before:
             shapes[re.sub(r"\d+", r"\\d+", re.escape(before))] += 1
     if not shapes:

@@ -14,10 +14,10 @@ FOREIGN = re.compile(
     r"""(?:
         (?:\x1b)?\[(?:\d{1,3}(?:;\d{1,3})*)?m   # colours, with or without their ESC
       | \x1b\[[0-9;?]*[A-Za-z]
-      | [\w./-]{1,60}\s{1,20}\|\s?(?=\S|$)(?!\s*\d+%)   # "vllm-1  | ", but no progress bar
-      | \|\s?(?=\[|\(|[A-Z])
+      | [\w./-]{1,60}\s{1,20}\|(?:\s|$)(?!\s*\d+%)   # "vllm-1  | ", but no progress bar
+      | \s{0,4}\|\s(?=\[|\()
       | _bk;t=\d+\x07?   # Buildkite
-      | \[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\s?[+-]\d\d:?\d\d)?\]?\s+
+      | \[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\s?[+-]\d\d:?\d\d)?\]?(?:\s|$)
         (?:std(?:out|err)\s[FP]\s)?   # RFC 3339, containerd
       | (?:\d{4}\s)?[A-Z][a-z]{2}\s{1,2}\d{1,2}\s\d\d:\d\d:\d\d\s\S{1,80}\s
         [\w.@/-]{1,60}(?:\[\d+\])?:\s   # journald: "Apr  3 17:38:57 host unit[pid]: "
@@ -28,7 +28,7 @@ FOREIGN = re.compile(
 # "(EngineCore_DP0 pid=12)", "(RayWorkerWrapper pid=7, ip=10.0.0.2)", "[rank0]:"
 PROCESS = re.compile(
     r"\((?P<name>[A-Za-z][\w:.<>-]*)(?P<more>(?: [\w=]+){0,4}?) ?(?:pid=|pid )(?P<pid>\d+)"
-    r"(?:, ip=(?P<ip>[\w.:-]+))?[^)\n]{0,40}\)(?: |$)"
+    r"(?:, ip=(?P<ip>[\w.:-]+))?[^)\n]{0,40}\)(?:\x1b?\[[0-9;]*m)?(?: |$)"
 )
 RANK = re.compile(r"\[rank(?P<rank>\d+)\]: ?")
 # vLLM's logger, with the file in brackets since 0.7.3 and without before.
@@ -38,6 +38,12 @@ LOGGER = re.compile(
 )
 # uvicorn's and Python's own logger.
 PLAIN_LEVEL = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL): +")
+# What only vLLM writes: anything before it on the line is another program's.
+_ANCHOR = re.compile(
+    r"\((?:API[Ss]erver|ApiServer|EngineCore|Worker|VllmWorker|RayWorker)[^()\n]{0,40}pid=\d+"
+    r"|(?:INFO|WARNING|ERROR|CRITICAL|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d|\[rank\d+\]: "
+)
+ANCHOR_WITHIN = 200
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,14 @@ class Prefix:
     foreign: int = 0
 
 
+def anchor_of(line: str) -> int | None:
+    """Where vLLM's own text begins in this line, if that can be seen and is not inside a quote."""
+    found = _ANCHOR.search(line, 0, ANCHOR_WITHIN)
+    if found is None or any(quote in line[: found.start()] for quote in "\"'`"):
+        return None
+    return found.start()
+
+
 def split_prefix(line: str) -> Prefix:
     """Takes the prefixes off one line (without its newline).
 
@@ -59,7 +73,9 @@ def split_prefix(line: str) -> Prefix:
     `source` ("core.py:1510") are there only where vLLM's logger wrote the line. A line with two
     processes ("(EngineCore_0 pid=1) (VllmWorker TP0 pid=2)") belongs to the last one.
     """
-    at = _after_foreign(line, 0)
+    at = anchor_of(line)
+    if at is None:
+        at = _after_foreign(line, 0)
     foreign = at
     process: str | None = None
     pid: int | None = None

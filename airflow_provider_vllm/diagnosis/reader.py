@@ -102,6 +102,7 @@ class Life:
     ready: int | None = None
     fatal: int | None = None
     orderly: int | None = None
+    first_answer: int | None = None
     troubled: bool = False
     last: int = 0
     served: deque[int] = field(default_factory=lambda: deque(maxlen=500))
@@ -120,6 +121,11 @@ class Life:
         """Whether anything in it says that this life came to an end."""
         return self.troubled or self.fatal is not None or self.orderly is not None
 
+    @property
+    def serving(self) -> int | None:
+        """The line from which on it served: that it is ready, else the first answer or statistics."""
+        return self.ready or self.first_answer
+
     def over_before(self, start: str) -> bool:
         """Whether a line that starts a "server" or an "engine" begins another life.
 
@@ -137,7 +143,7 @@ class Life:
             return
         if _BORING.search(line):
             if _SERVED.search(line):
-                self.served.append(number)
+                self.answered(number)
             if stage_of(line) is None:
                 return
         self._mark(number, line)
@@ -150,6 +156,11 @@ class Life:
                 self.head.append(old)
         if self.fatal is not None and self.crisis and len(self.crisis) < 2 * CRISIS_LINES:
             self.crisis.append((number, line))
+
+    def answered(self, number: int) -> None:
+        """A request was answered at this line."""
+        self.served.append(number)
+        self.first_answer = self.first_answer or number
 
     def _count(self, number: int, line: str) -> None:
         found = _STATS.search(line)
@@ -165,6 +176,7 @@ class Life:
                     numbers["usage"],
                 )
             )
+            self.first_answer = self.first_answer or number
 
     def _mark(self, number: int, line: str) -> None:
         stage = stage_of(line)
@@ -264,7 +276,7 @@ def _split(block: bytes) -> list[bytes]:
 def _add_bytes(reader: _Reader, number: int, raw: bytes) -> None:
     if raw.startswith(b"INFO:     ") and b'" 200' in raw:
         if b'"POST /' in raw:
-            reader.transcript.last.served.append(number)
+            reader.transcript.last.answered(number)
         return
     for part in _parts(raw.decode("utf-8", "replace").rstrip("\r\n")):
         reader.add(number, part)

@@ -36,7 +36,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="lora_adapter_not_found",
         group="request",
-        pattern=r"Loading lora (?P<name>\S+) failed: No adapter found for|No adapter found for (?P<path>\S+)|adapter_config\.json.{0,60}(?:not exist|No such file|not found)",
+        pattern=r"Loading lora (?P<name>\S+) failed|No adapter found for (?P<path>\S+)|adapter_config\.json.{0,60}(?:not exist|No such file|not found)",
         explanation="There is no LoRA adapter where the server was told to look.",
         first_action="Check the adapter's path: it must hold adapter_config.json and its weights.",
         launch=False,

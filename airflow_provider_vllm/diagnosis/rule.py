@@ -36,7 +36,8 @@ class Rule:
 
     `pattern` is searched in a failure's whole message; its named groups fill `explanation` and
     `first_action`. `frames` is searched in the traceback's "path:function" lines. A `native` rule
-    is also looked for in lines that no logger wrote. A `victim` shows that another process failed
+    is also looked for in lines that no logger wrote; where it has `needs`, such a line counts only if
+    another failure's message holds that, or if nothing else failed. A `victim` shows that another process failed
     first, so anything else is to blame before it. `launch` and `request` say whether starting the
     server again, or sending the request again, can help; None: it does not concern requests.
     """
@@ -51,6 +52,7 @@ class Rule:
     examples: tuple[str, ...]
     near_misses: tuple[str, ...] = ()
     frames: str | None = None
+    needs: str | None = None
     native: bool = False
     victim: bool = False
     interrupts: bool = False

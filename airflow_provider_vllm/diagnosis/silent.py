@@ -25,6 +25,7 @@ _SIGNALS = {
 }
 _NAMED = re.compile(
     r"Worker proc (?P<worker>\S+) died unexpectedly(?: \(exit code: (?P<code>-?\d+|None)\))?"
+    r"|Worker (?P<v0>Vllm\w+) pid \d+ died(?:, exit code: (?P<v0_code>-?\d+))?"
     r"|RayWorkerProc rank=(?P<rank>\S+) died unexpectedly"
     r"|Failed core proc\(s\): \{'(?P<engine>\w+)': (?P<engine_code>-?\d+)"
     r"|Engine core proc (?P<old>\S+) died unexpectedly|(?P<core>engine core exited unexpectedly)"
@@ -40,7 +41,7 @@ def stopped(life: Life) -> Diagnosis:
         cause="orderly_shutdown",
         explanation="The server was asked to stop and shut down in order.",
         first_action="Nothing to do.",
-        confidence=0.95 if life.ready is not None else 0.85,
+        confidence=0.95 if life.serving is not None else 0.85,
     )
 
 
@@ -75,7 +76,7 @@ def without_failure(life: Life, kept: Sequence[Record], exit_status: int | None)
     """Nothing failed that the log tells of: healthy, stalled, or too little to say."""
     if (stall := _stalled(life, kept)) is not None and exit_status is None:
         return stall
-    if life.ready is not None:
+    if life.serving is not None:
         return Diagnosis(
             verdict="healthy",
             group="other",
@@ -185,7 +186,7 @@ def without_cause(
 
 
 def _loading(life: Life) -> bool:
-    return life.ready is None and bool(life.stages)
+    return life.serving is None and bool(life.stages)
 
 
 def _number(status: int | None) -> int | None:
@@ -204,11 +205,13 @@ def _dead(kept: Sequence[Record]) -> tuple[str | None, int | None]:
         found = _NAMED.search(record.text)
         if found is None:
             continue
-        worker = found["worker"] or (f"worker rank {found['rank']}" if found["rank"] else None)
+        rank = f"worker rank {found['rank']}" if found["rank"] else None
+        worker = found["worker"] or found["v0"] or rank
         engine = found["engine"] or found["old"] or ("EngineCore" if found["core"] else None)
         if worker and (name is None or not name.startswith(("Vllm", "worker"))):
             name = worker
-            code = int(found["code"]) if found["code"] not in (None, "None") else None
+            given = found["code"] or found["v0_code"]
+            code = int(given) if given not in (None, "None") else None
         elif engine and name is None:
             name = engine
             code = int(found["engine_code"]) if found["engine_code"] else None

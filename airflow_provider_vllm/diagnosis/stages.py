@@ -84,6 +84,7 @@ _DEAD = (
     r"EngineDeadError\b",
     r"(?:Runtime|Timeout)Error: (?:Engine core initialization|Timed out waiting for engine)",
     r"RuntimeError: Engine (?:process failed to start|loop has died)",
+    r"RuntimeError\('Engine process \(pid \d+\) died",
     r"Worker(?:Proc)? failed to start",
     r"WorkerProc initialization failed",
     r"Worker proc \S+ died unexpectedly",

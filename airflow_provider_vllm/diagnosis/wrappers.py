@@ -29,6 +29,9 @@ WRAPPER = re.compile(
     r"|^(?:Exception|RuntimeError): (?:call_\w+|Call to \w+) method failed"
     r"|^(?:RuntimeError|EngineGenerateError|Exception): (?:Engine core|EngineCore) (?:error|died)"
     r"|^\w*Error: Call to \w+ method failed|Invocation of \w+ method failed"
+    r"|ray\.exceptions\.RayTaskError\(|ChildProcessError: worker died|RuntimeError\('Engine process"
+    r"|ExceptionGroup: unhandled errors|operation failed in the TorchScript interpreter"
+    r"|Worker VllmWorkerProcess pid \d+ died|^NoneType: None$"
     r"|^Error executing method |Exception in worker VllmWorkerProcess while processing method"
 )
 # Repeats the message of the process that failed: good where that process's own lines are missing.
