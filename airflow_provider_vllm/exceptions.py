@@ -12,6 +12,7 @@
     │   ├── StopFailed                   processes are left after a stop
     │   ├── PreflightFailed              what would fail before the weights are loaded
     │   ├── NoFreeGpu                    not enough free GPUs right now
+    │   ├── DownloadFailed               a model could not be fetched; `transient` as below
     │   └── InsecurePath                 a folder or file that others could have prepared or read
     ├── BatchError
     │   ├── BatchFailed                  too many rows failed, or the engine failed for good
@@ -94,6 +95,14 @@ class PreflightFailed(ServerError):
 
 class NoFreeGpu(ServerError):
     """Not enough free GPUs on this host right now."""
+
+
+class DownloadFailed(ServerError):
+    """A model could not be fetched from the hub; `transient` says whether trying again can help."""
+
+    def __init__(self, message: str, *, transient: bool = False) -> None:
+        super().__init__(message)
+        self.transient = transient
 
 
 class InsecurePath(ServerError):

@@ -29,15 +29,26 @@ LLAMA = {
 
 def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """A file of tensors, name -> (dtype, shape), all zero."""
+    start, size = _start_and_size(tensors)
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(size)
+
+
+def safetensors_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """The content of such a file."""
+    start, size = _start_and_size(tensors)
+    return start.ljust(size, b"\0")
+
+
+def _start_and_size(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, int]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * _WIDTHS[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    return struct.pack("<Q", len(text)) + text, 8 + len(text) + end
 
 
 def write_model(
