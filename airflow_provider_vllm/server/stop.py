@@ -96,15 +96,21 @@ def _ask(directory: GenerationDir, current: ServerState, reason: str) -> bool:
         if supervisor.alive:
             supervisor.signal(signal.SIGTERM)
             if not _gone(supervisor, 1.0):
-                supervisor.signal(signal.SIGKILL)
+                _kill_supervisor(supervisor)
         return False
     if _gone(supervisor, ASKED_S):
         return True
     log.warning(
         "the supervisor (pid %s) did not end within %g s: it is killed", supervisor.pid, ASKED_S
     )
-    supervisor.signal(signal.SIGKILL)
+    _kill_supervisor(supervisor)
     return False
+
+
+def _kill_supervisor(supervisor: ProcessId) -> None:
+    """Its guard ends the tree then; what is left of it is `clean_up`'s."""
+    supervisor.signal(signal.SIGKILL)
+    _gone(supervisor, 5.0)
 
 
 def _gone(process: ProcessId, timeout: float) -> bool:

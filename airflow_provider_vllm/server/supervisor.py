@@ -34,7 +34,8 @@ PROBE_S = 0.2
 HEALTH_S = 0.5
 LIMITS_S = 0.5
 METRICS_S = 5.0
-TREE_S = 2.0
+TREE_S = 0.5
+TREE_READY_S = 10.0
 # An API server on a busy host may need seconds for an answer; silence of this length is a freeze.
 FROZEN_S = 30.0
 # vLLM ends by itself within about half a second when idle; while it loads it ignores SIGTERM.
@@ -355,7 +356,7 @@ class Supervisor:
         while True:
             self.record_tree()
             settled = self.state.state == state.READY and len(self.state.tree) > 1
-            await asyncio.sleep(TREE_S * 5 if settled else TREE_S)
+            await asyncio.sleep(TREE_READY_S if settled else TREE_S)
 
     def record_tree(self) -> None:
         session = self.process.engine.pid if self.process.engine else None

@@ -24,13 +24,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import mmap
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -54,16 +53,6 @@ def attempt_number(counter: str | None) -> int:
     with open(counter, "ab+") as file:
         file.write(b".")
         return file.tell()
-
-
-def hold_segment() -> mmap.mmap:
-    """A /dev/shm segment that is mapped, as vLLM's message queues are."""
-    path = f"/dev/shm/psm_{secrets.token_hex(4)}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.ftruncate(fd, 4096)
-    segment = mmap.mmap(fd, 4096)
-    os.close(fd)
-    return segment
 
 
 def sleeper(name: str, new_session: bool) -> subprocess.Popen[bytes]:
@@ -158,7 +147,8 @@ def main() -> None:
     plan = json.loads(args.plan)
     if plan.get("ignore_term"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    segment = hold_segment()
+    # As vLLM's message queues: a tracker process removes it when this one is gone, killed or not.
+    segment = shared_memory.SharedMemory(create=True, size=4096)
     engine = sleeper("engine", False)
     worker = sleeper("worker", bool(plan.get("orphan_session")))
     try:
@@ -168,6 +158,7 @@ def main() -> None:
         engine.kill()
         worker.kill()
         segment.close()
+        segment.unlink()
 
 
 if __name__ == "__main__":
