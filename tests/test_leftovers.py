@@ -12,7 +12,10 @@ from tests.leftovers import Snapshot
 
 def test_a_detached_process_is_found_and_ended() -> None:
     before = Snapshot()
-    program = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, start_new_session=True).pid)"
+    program = (
+        "import subprocess;"
+        "print(subprocess.Popen(['sleep', '600'], stdout=-3, start_new_session=True).pid)"
+    )
     pid = int(subprocess.check_output([sys.executable, "-c", program]))  # whose parent is gone now
 
     (line,) = before.leftovers(settle=0)

@@ -10,7 +10,13 @@ import pytest
 
 from scripts.set_up import ROOT
 
-PROGRAM = "import sys; from pathlib import Path; from scripts import demo; {set_up}; sys.exit(demo.main(Path({home!r})))"
+PROGRAM = """
+import sys
+from pathlib import Path
+from scripts import demo
+{set_up}
+sys.exit(demo.main(Path({home!r})))
+"""
 
 
 def demo(home: Path, set_up: str = "pass") -> subprocess.CompletedProcess[str]:

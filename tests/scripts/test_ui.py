@@ -18,9 +18,11 @@ pytestmark = pytest.mark.stack
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_login_works_and_a_signal_ends_it(tmp_path: Path, number: signal.Signals) -> None:
-    program = f"import sys; from pathlib import Path; from scripts import ui; sys.exit(ui.main(Path({str(tmp_path)!r})))"
+    program = (
+        "import sys, pathlib; from scripts import ui; sys.exit(ui.main(pathlib.Path(sys.argv[1])))"
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         text = ""
