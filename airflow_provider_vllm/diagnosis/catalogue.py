@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *kernel_hardware.RULES,
     *communication.RULES,
     *dead_process.RULES,
+    *model_config.GENERIC,
 )
 NATIVE: re.Pattern[str] = re.compile(
     "|".join(f"(?:{re.sub(r'[?]P<[a-z_]+>', '?:', rule.pattern)})" for rule in RULES if rule.native)

@@ -83,6 +83,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="rendezvous_failed",
+        group="communication",
+        pattern=r"DistNetworkError|DistStoreError|The client socket has (?:failed to connect|timed out)|The server socket has failed to (?:listen|bind)|Barrier timed out after|Timed out after \d+ seconds waiting for clients|connect\(\) timed out|wait timeout after \d+ms, keys|Gloo connectFullMesh failed|makeDeviceForHostname|(?:ifa|iface|interface).{0,30}(?:not found|!= nullptr)|Unable to find address for",
+        explanation="The processes of the engine did not find each other.",
+        first_action="Set VLLM_HOST_IP (and GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) to an address that all nodes reach.",
+        launch=True,
+        request=None,
+        victim=False,
+        confidence=0.8,
+        examples=(
+            "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to (10.0.0.5, 29500).",
+            "(Worker pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:953] RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
+        ),
+    ),
+    Rule(
         id="nccl_peer_lost",
         group="communication",
         pattern=r"NCCL error: remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted|Connection closed by (?:remote )?peer|Connection reset by peer|socket timeout on|gloo/transport/tcp/pair\.cc|Broken pipe|recvBytes|Application timeout caused pair closure",
@@ -137,21 +152,6 @@ RULES: tuple[Rule, ...] = (
         confidence=0.8,
         examples=(
             "(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1512] TimeoutError: RPC call to execute_model timed out.",
-        ),
-    ),
-    Rule(
-        id="rendezvous_failed",
-        group="communication",
-        pattern=r"DistNetworkError|DistStoreError|The client socket has (?:failed to connect|timed out)|The server socket has failed to (?:listen|bind)|Barrier timed out after|Timed out after \d+ seconds waiting for clients|connect\(\) timed out|wait timeout after \d+ms, keys|Gloo connectFullMesh failed|makeDeviceForHostname|(?:ifa|iface|interface).{0,30}(?:not found|!= nullptr)|Unable to find address for",
-        explanation="The processes of the engine did not find each other.",
-        first_action="Set VLLM_HOST_IP (and GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) to an address that all nodes reach.",
-        launch=True,
-        request=None,
-        victim=False,
-        confidence=0.8,
-        examples=(
-            "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to (10.0.0.5, 29500).",
-            "(Worker pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:953] RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
         ),
     ),
     Rule(

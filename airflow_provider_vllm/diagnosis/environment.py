@@ -190,6 +190,8 @@ RULES: tuple[Rule, ...] = (
         launch=False,
         request=None,
         confidence=0.8,
-        examples=("FileNotFoundError: [Errno 2] No such file or directory: '/data/template.jinja'",),
+        examples=(
+            "FileNotFoundError: [Errno 2] No such file or directory: '/data/template.jinja'",
+        ),
     ),
 )

@@ -20,13 +20,15 @@ _CHAINED = re.compile(
     r"The above exception was the direct cause of|During handling of the above exception"
 )
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line \d+(?:, in (?P<name>.+))?')
-_EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Warning|Died"
-    r"|NotFound|Failed|Group)\b"
+_NAMED = (
+    r"(?:[A-Za-z_]\w*\.)*(?:_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Died|NotFound"
+    r"|Failed|Group|Warning|Unsupported)|_?[A-Z]\w+(?=: )|gaierror|timeout)"
 )
+_EXCEPTION = re.compile(rf"^{_NAMED}\b")
 # An exception that stands alone, as in a log of which only the end was kept.
 _BARE = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: \S|$)|^KeyboardInterrupt$"
+    r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Failed)|gaierror)(?:: |:?$)"
+    r"|^KeyboardInterrupt$"
 )
 _MARKERS = re.compile(r"^[\s^~]+$")
 _GROUP = re.compile(r"^\s*[|+][-+ |]*")

@@ -43,7 +43,9 @@ RULES: tuple[Rule, ...] = (
             "api_server.py: error: unrecognized arguments: --no-such-arg",
             "vllm serve: error: argument --dtype: invalid choice: 'fp4' (choose from auto, half, float16, bfloat16, float, float32)",
         ),
-        near_misses=("(APIServer pid=7) INFO 11-30 10:00:00 [arg_utils.py:1] error: argument parser ready",),
+        near_misses=(
+            "(APIServer pid=7) INFO 11-30 10:00:00 [arg_utils.py:1] error: argument parser ready",
+        ),
     ),
     Rule(
         id="max_model_len_above_model_limit",
@@ -319,14 +321,15 @@ RULES: tuple[Rule, ...] = (
         launch=False,
         request=None,
         confidence=0.85,
-        examples=(
-            "AttributeError: 'Qwen2VLConfig' object has no attribute 'vocab_size'",
-        ),
+        examples=("AttributeError: 'Qwen2VLConfig' object has no attribute 'vocab_size'",),
     ),
+)
+
+GENERIC: tuple[Rule, ...] = (
     Rule(
         id="invalid_engine_argument",
         group="model_config",
-        pattern=r"validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|EngineArgs|got an unexpected keyword argument '(?P<name>\w+)'(?=[\s\S]*(?:LLM|Engine|Config)\b)|(?:is|are) (?:only|not) (?:supported|compatible|available) (?:with|for|in|when|on|yet)|(?:not|isn't) (?:supported|compatible) (?:with|for|in|on|by|when|yet)\b|currently not supported|is not supported|does not support|must be (?:one of|in|a|greater|less|between|set|at least|positive)|should be (?:one of|in|a|greater|less|between|set)|requires? (?:that |the |`?--|\w+ (?:to be|>=))|Please (?:set|use|specify|install|provide|upgrade|ensure|check)|Unsupported|unsupported|[Ii]nvalid (?:value|choice|argument)",
+        pattern=r"validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|^(?:\w+\.)*(?:ValueError|NotImplementedError|VLLMValidationError|AssertionError|RuntimeError): (?=[^\n]*(?:(?:is|are) (?:only|not|currently not|not yet) (?:supported|compatible|available|implemented) |(?:not|isn't|doesn't) (?:supported|support|compatible) (?:with|for|in|on|by|when|yet|the)\b|does not support|must be (?:one of|in|greater|less|between|set|at least|positive|divisible)|should be (?:one of|greater|less|between|set)|[Pp]lease (?:set|use|specify|upgrade|disable|enable)|[Uu]nsupported|[Ii]nvalid (?:value|choice|argument)|not supported\.?$))(?![^\n]*\binput tensor)",
         explanation="vLLM refuses the configuration: the root line says which part.",
         first_action="Change that one argument as the root line says.",
         launch=False,

@@ -66,7 +66,9 @@ RULES: tuple[Rule, ...] = (
         first_action="Send smaller media, or raise max_num_batched_tokens to at least {size}.",
         launch=False,
         request=False,
-        remedy=lambda match, messages: {"max_num_batched_tokens": int(match["size"])} if match["size"] else None,
+        remedy=lambda match, messages: (
+            {"max_num_batched_tokens": int(match["size"])} if match["size"] else None
+        ),
         examples=(
             "ValueError: The decoder prompt contains a(n) image item with 16384 embedding tokens, which exceeds the pre-allocated encoder cache size 8192. Please reduce the input size or increase the encoder cache size by setting --limit-mm-per-prompt at startup.",
         ),
