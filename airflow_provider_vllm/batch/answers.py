@@ -12,20 +12,10 @@ from typing import Any
 
 import orjson
 
+from airflow_provider_vllm.batch.api import ITEM_FIELDS, answers_of
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
-from airflow_provider_vllm.batch.rows import CHAT, COMPLETIONS, RESPONSES, BadRow, Row
-from airflow_provider_vllm.batch.spec import ENDPOINTS
+from airflow_provider_vllm.batch.row import BadRow, Row
 
-ITEMS = {
-    CHAT: "choices",
-    COMPLETIONS: "choices",
-    ENDPOINTS["embeddings"]: "data",
-    ENDPOINTS["score"]: "data",
-    ENDPOINTS["rerank"]: "results",
-    ENDPOINTS["classify"]: "data",
-    ENDPOINTS["pooling"]: "data",
-    RESPONSES: "output",
-}
 HEAD = (
     b'%b %d ok %d %d {"id":"vllm-%b","custom_id":%b,'
     b'"response":{"status_code":200,"request_id":%b,"body":'
@@ -80,7 +70,7 @@ def answer(
     """
     try:
         body = loads(raw)
-        items = body[ITEMS[row.url]]
+        items = body[ITEM_FIELDS[row.url]]
         usage = body.get("usage") or NOTHING
         if not items or not isinstance(items, list):
             raise NotAnAnswer("the answer is empty")
@@ -111,38 +101,11 @@ def answer(
 
 def check_output(url: str, body: dict[str, Any], check: Check) -> str | None:
     """What is wrong with the first answer text that breaks the schema."""
-    for text in texts(url, body):
+    for text in answers_of(url, body):
         wrong = check(text) if isinstance(text, str) else "the answer has no text"
         if wrong is not None:
             return wrong
     return None
-
-
-def texts(url: str, body: dict[str, Any]) -> list[Any]:
-    """The answers of one response body: texts, vectors, scores, labels."""
-    items = body[ITEMS[url]]
-    if url == CHAT:
-        return [item["message"].get("content") for item in items]
-    if url == COMPLETIONS:
-        return [item.get("text") for item in items]
-    if url == RESPONSES:
-        parts = [part for item in items for part in item.get("content") or ()]
-        return ["".join(part.get("text") or "" for part in parts)]
-    if url == ENDPOINTS["embeddings"]:
-        return [item.get("embedding") for item in items]
-    if url == ENDPOINTS["score"]:
-        return [item.get("score") for item in items]
-    if url == ENDPOINTS["classify"]:
-        return [item.get("label") for item in items]
-    if url == ENDPOINTS["pooling"]:
-        return [item.get("data") for item in items]
-    return [items]
-
-
-def value(url: str, body: dict[str, Any]) -> Any:
-    """The answer as one value: the only one, or a list of several (`n` above 1)."""
-    found = texts(url, body)
-    return found[0] if len(found) == 1 else found
 
 
 def error_line(

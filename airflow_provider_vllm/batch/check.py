@@ -93,7 +93,7 @@ def _check_owner(spec: BatchSpec, extent: Extent, to_path: ToPath, journal_dir: 
         if meta is not None and meta.output_path == spec.output_path:
             return
     try:
-        found = orjson.loads(to_path(results.manifest_path(spec)).read_bytes())
+        found = orjson.loads(to_path(str(results.manifest_path(spec))).read_bytes())
         owner, digest = tuple(found["input"]), found["input_digest"]
     except (OSError, ValueError, KeyError, TypeError):
         owner, digest = None, None

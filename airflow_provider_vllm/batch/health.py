@@ -11,24 +11,13 @@ from dataclasses import dataclass
 
 import orjson
 
+from airflow_provider_vllm.batch.api import PROBES
 from airflow_provider_vllm.batch.client import request
 from airflow_provider_vllm.batch.endpoint import Endpoint
-from airflow_provider_vllm.batch.rows import CHAT, COMPLETIONS
-from airflow_provider_vllm.batch.spec import ENDPOINTS
 
 LOOK_TIMEOUT = 5.0
 METRIC = re.compile(rb"^vllm:([a-z_]+?)(?:_total)?(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 MOVING = ("generation_tokens", "prompt_tokens", "request_success")
-PROBES = {
-    CHAT: {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1},
-    COMPLETIONS: {"prompt": "1", "max_tokens": 1},
-    ENDPOINTS["embeddings"]: {"input": "1"},
-    ENDPOINTS["classify"]: {"input": "1"},
-    ENDPOINTS["pooling"]: {"input": "1"},
-    ENDPOINTS["score"]: {"text_1": "1", "text_2": "1"},
-    ENDPOINTS["rerank"]: {"query": "1", "documents": ["1"]},
-    ENDPOINTS["responses"]: {"input": "1", "max_output_tokens": 16},
-}
 
 
 @dataclass(frozen=True)

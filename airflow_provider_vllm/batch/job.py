@@ -10,7 +10,8 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch import results
+from airflow_provider_vllm.batch import health, results
+from airflow_provider_vllm.batch.api import CHAT
 from airflow_provider_vllm.batch.check import Checked
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.journal import Journal, Meta
@@ -59,7 +60,8 @@ class Job:
     def run(self) -> BatchResult:
         spec, extent, journal = self._spec, self._checked.extent, self._journal
         answered = self._resume()
-        maker = RowMaker(spec, self._endpoint.model, extent.rows or 0)
+        may_pack = spec.pack != 1 and (spec.endpoint != CHAT or health.is_vllm(self._endpoint))
+        maker = RowMaker(spec, self._endpoint.model, extent.rows or 0, pack=may_pack)
         sender = Sender(
             spec,
             maker.rows(records(spec, self._checked.sources)),
@@ -67,8 +69,7 @@ class Job:
             answered,
             self._endpoint,
             total=extent.rows,
-            limit=64 if spec.concurrency == "auto" else spec.concurrency,
-            pack=1,
+            may_pack=may_pack,
             check=checker(spec.output_schema),
         )
         self._began = time.monotonic()

@@ -6,16 +6,44 @@ only rows whose answers do not depend on travelling together are packed (no tool
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 
 from airflow_provider_vllm.batch.answers import NotAnAnswer
-from airflow_provider_vllm.batch.rows import BODY_FIELDS, EMBEDDINGS, PACKABLE, Row
+from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, EMBEDDINGS, PROMPT_FIELDS
+from airflow_provider_vllm.batch.row import Row
+
+CHAT_BATCH = "/v1/chat/completions/batch"
+PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
+# What vLLM's chat batch endpoint knows; it would drop any other field without a word.
+CHAT_FIELDS = frozenset(
+    ["model", "messages", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "response_format", "seed", "stop", "temperature", "top_p", "user", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"]
+)
+# What ties an answer to its place in a request.
+ALONE = frozenset(
+    ["n", "best_of", "stream", "stream_options", "use_beam_search", "request_id", "echo", "prompt_embeds"]
+)
+
+
+def prepare(row: Row, body: dict[str, Any]) -> None:
+    """Note on a row what it shares with others (`params`) and what is its own (`prompt`), where it may be packed."""
+    if row.url not in PACKABLE or not ALONE.isdisjoint(body):
+        return
+    if row.url == CHAT and not CHAT_FIELDS.issuperset(body):
+        return
+    name = PROMPT_FIELDS[row.url]
+    prompt = body[name]
+    if row.url != CHAT and not isinstance(prompt, str):
+        return
+    rest = {key: value for key, value in body.items() if key != name}
+    row.prompt, row.params = prompt, orjson.dumps(rest)
 
 
 def join(rows: list[Row]) -> tuple[str, bytes]:
     """URL and body of one request for rows with equal `url` and `params`."""
     first = rows[0]
-    name = BODY_FIELDS[first.url].encode()
+    name = PROMPT_FIELDS[first.url].encode()
     prompts = orjson.dumps([row.prompt for row in rows])
     assert first.params is not None
     comma = b"," if len(first.params) > 2 else b""

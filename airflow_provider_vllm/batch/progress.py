@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_provider_vllm.batch.health import Vitals
-from airflow_provider_vllm.batch.sender import Stats
+from airflow_provider_vllm.batch.signals import Stats
 
 
 class Progress:

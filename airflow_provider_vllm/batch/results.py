@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch.answers import value
+from airflow_provider_vllm.batch.api import answer_of
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.records import Record
 from airflow_provider_vllm.batch.sources import ToPath, is_local
@@ -124,7 +124,7 @@ def compressed(file: Any, gz: bool) -> Iterator[Any]:
         yield file
         return
     inner = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0)
-    with inner, io.BufferedWriter(inner, BUFFER) as buffered:  # type: ignore[type-var]
+    with inner, io.BufferedWriter(inner, BUFFER) as buffered:
         yield buffered
 
 
@@ -160,7 +160,7 @@ def read_answers(
     for record in records(journal, rows):
         line = orjson.loads(record.line)
         if record.outcome == "ok":
-            answers.append(value(urls(record.row), line["response"]["body"]))
+            answers.append(answer_of(urls(record.row), line["response"]["body"]))
         else:
             answers.append(None)
             errors.append({"row": record.row, "custom_id": line["custom_id"], **line["error"]})

@@ -6,107 +6,31 @@ fingerprint of identity, URL and those bytes) changes when, and only when, the r
 
 from __future__ import annotations
 
-import string
 from binascii import hexlify
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch.compact import IntSet
-from airflow_provider_vllm.batch.sources import Record, RecordError
-from airflow_provider_vllm.batch.spec import ALIASES, ENDPOINTS, BatchSpec, schema_of
-from airflow_provider_vllm.exceptions import InvalidInput
-
-CHAT, COMPLETIONS = ENDPOINTS["chat"], ENDPOINTS["completions"]
-EMBEDDINGS, RESPONSES = ENDPOINTS["embeddings"], ENDPOINTS["responses"]
-CHAT_BATCH = "/v1/chat/completions/batch"
-PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
-# What vLLM's chat batch endpoint refuses, or knows no field for, or what ties a row to its place in a request.
-ALONE = frozenset(
-    {
-        "n",
-        "best_of",
-        "stream",
-        "stream_options",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "use_beam_search",
-    }
-    | {
-        "request_id",
-        "echo",
-        "prompt_embeds",
-        "prompt_logprobs",
-        "documents",
-        "reasoning_effort",
-        "seed",
-    }
+from airflow_provider_vllm.batch import packing
+from airflow_provider_vllm.batch.api import (
+    CHAT,
+    COMPLETIONS,
+    PAIR_FIELDS,
+    PATHS,
+    PROMPT_FIELDS,
+    RESPONSES,
+    URLS,
 )
+from airflow_provider_vllm.batch.compact import IntSet
+from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.batch.sources import Record, RecordError
+from airflow_provider_vllm.batch.spec import BatchSpec, schema_of
+from airflow_provider_vllm.batch.template import RowError, Template
+
 PROMPT_COLUMNS = ("prompt", "messages", "text", "input")
-BODY_FIELDS = {
-    CHAT: "messages",
-    COMPLETIONS: "prompt",
-    ENDPOINTS["embeddings"]: "input",
-    ENDPOINTS["classify"]: "input",
-    ENDPOINTS["pooling"]: "input",
-    RESPONSES: "input",
-}
-PAIR_FIELDS = {
-    ENDPOINTS["score"]: (("text_1", "text_2"), ("queries", "documents")),
-    ENDPOINTS["rerank"]: (("query", "documents"),),
-}
-
-PATHS = {name: url for name, url in ALIASES.items() if name.startswith("/")}
-URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in ENDPOINTS.values()}
-
-
-class Row:
-    """One request. `key` is 16 hex digits.
-
-    `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at;
-    `params` and `prompt` are set where it may be packed.
-    """
-
-    attempts = 0
-    deaths = 0
-    busy_since: float | None = None
-    params: bytes | None = None
-    prompt: Any = None
-
-    def __init__(self, number: int, custom_id: str, url: str, body: bytes, key: bytes) -> None:
-        self.number = number
-        self.custom_id = custom_id
-        self.url = url
-        self.body = body
-        self.key = key
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A record that is never sent: where it stands, what is wrong, in which field."""
-
-    number: int
-    custom_id: str
-    code: str
-    message: str
-    source: str
-    line: int
-    field: str | None = None
-
-    @property
-    def key(self) -> bytes:
-        """The number of the row: a broken record has no request to take a fingerprint of."""
-        return b"%016x" % self.number
-
-
-class _Wrong(Exception):
-    def __init__(self, code: str, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.field = code, field
+URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in URLS}
 
 
 class RowMaker:
@@ -134,7 +58,7 @@ class RowMaker:
             number += 1
             try:
                 yield make(number, value)
-            except (_Wrong, RecordError) as error:
+            except (RowError, RecordError) as error:
                 yield wrong(number, source, line, value, error)
 
     def default_id(self, number: int) -> str:
@@ -160,12 +84,12 @@ class RowMaker:
             try:
                 value = orjson.loads(value)
             except orjson.JSONDecodeError as error:
-                raise _Wrong("invalid_json", f"not JSON: {error}") from None
+                raise RowError("invalid_json", f"not JSON: {error}") from None
         if isinstance(value, dict):
             if "body" in value and ("custom_id" in value or "url" in value or "method" in value):
                 return self._batch_row(number, value)
             if "url" in value and "custom_id" in value and "method" in value:
-                raise _Wrong("invalid_row", "body is missing", "body")
+                raise RowError("invalid_row", "body is missing", "body")
             body = self._plain(value)
         elif isinstance(value, RecordError):
             raise value
@@ -180,44 +104,42 @@ class RowMaker:
         try:
             sent = orjson.dumps(body)
         except (TypeError, orjson.JSONEncodeError) as error:
-            raise _Wrong("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
+            raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
         if len(sent) > self._limit:
-            raise _Wrong("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
+            raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
         mark = blake2b(identity + URL_MARKS[url] + sent, digest_size=8)
         row = Row(number, custom_id, url, sent, hexlify(mark.digest()))
         if self._pack:
-            prepare(row, body)
+            packing.prepare(row, body)
         return row
 
     def _batch_row(self, number: int, value: dict[str, Any]) -> Row:
         """An OpenAI batch row; everything but `custom_id`, `url` and `body` is optional."""
         custom_id = value.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            raise _Wrong("invalid_custom_id", "custom_id is missing or not text", "custom_id")
+            raise RowError("invalid_custom_id", "custom_id is missing or not text", "custom_id")
         if value.get("method", "POST") != "POST":
-            raise _Wrong(
+            raise RowError(
                 "invalid_method", f"method is {value['method']!r}; only POST is known", "method"
             )
         asked = value.get("url", self._url)
         url = PATHS.get(asked) if isinstance(asked, str) else None
         if url is None:
-            raise _Wrong(
-                "invalid_url", f"url is {asked!r}; known are {', '.join(ENDPOINTS.values())}", "url"
-            )
+            raise RowError("invalid_url", f"url is {asked!r}; known are {', '.join(URLS)}", "url")
         body = value["body"]
         if not isinstance(body, dict):
-            raise _Wrong("invalid_body", f"body is {_kind(body)}, not an object", "body")
+            raise RowError("invalid_body", f"body is {_kind(body)}, not an object", "body")
         if body.get("stream"):
-            raise _Wrong("stream", "stream is true; a batch does not stream", "body.stream")
+            raise RowError("stream", "stream is true; a batch does not stream", "body.stream")
         if self._changes or "model" not in body:
             body = {"model": self._model, **self._spec.params, **body}
         self._finish(url, body)
         try:
             identity = custom_id.encode()
         except UnicodeEncodeError:
-            raise _Wrong("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
+            raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
         if not self._seen.add(hash(custom_id)):
-            raise _Wrong(
+            raise RowError(
                 "duplicate_custom_id",
                 f"custom_id {custom_id!r} stood in an earlier row",
                 "custom_id",
@@ -235,7 +157,7 @@ class RowMaker:
             if value.get(name) is not None:
                 extra[name] = _number(value[name])
         if extra.get("stream"):
-            raise _Wrong("stream", "stream is true; a batch does not stream", "params.stream")
+            raise RowError("stream", "stream is true; a batch does not stream", "params.stream")
         if (pairs := PAIR_FIELDS.get(self._url)) is not None:
             for names in pairs:
                 if all(value.get(name) is not None for name in names):
@@ -245,7 +167,7 @@ class RowMaker:
                         **extra,
                         **{n: value[n] for n in names},
                     }
-            raise _Wrong(
+            raise RowError(
                 "missing_column",
                 f"needs {' or '.join(' and '.join(n) for n in pairs)}",
                 pairs[0][0],
@@ -256,24 +178,26 @@ class RowMaker:
         for name in names:
             if name in value:
                 if value[name] is None:
-                    raise _Wrong("null_prompt", f"column {name} is null", name)
+                    raise RowError("null_prompt", f"column {name} is null", name)
                 return self._prompt(value[name], extra, name)
-        raise _Wrong("missing_column", f"no column {' or '.join(names)}", names[0])
+        raise RowError("missing_column", f"no column {' or '.join(names)}", names[0])
 
     def _prompt(
         self, prompt: Any, extra: dict[str, Any] | None = None, field: str = "prompt"
     ) -> dict[str, Any]:
         """A body from a prompt: text, messages or token ids."""
         url = self._url
-        name = BODY_FIELDS.get(url)
+        name = PROMPT_FIELDS.get(url)
         if name is None:
-            raise _Wrong(
+            raise RowError(
                 "invalid_row", f"{url} needs rows with columns, not {_kind(prompt)}", field
             )
         if url == CHAT and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         elif not isinstance(prompt, (str, list)):
-            raise _Wrong("invalid_prompt", f"{field} is {_kind(prompt)}, not text or a list", field)
+            raise RowError(
+                "invalid_prompt", f"{field} is {_kind(prompt)}, not text or a list", field
+            )
         body = {"model": self._model, **self._spec.params, **(extra or {}), name: prompt}
         self._finish(url, body)
         return body
@@ -283,10 +207,10 @@ class RowMaker:
         if url == CHAT:
             messages = body.get("messages")
             if not isinstance(messages, list) or not messages:
-                raise _Wrong("invalid_messages", "messages is missing or empty", "messages")
+                raise RowError("invalid_messages", "messages is missing or empty", "messages")
             for message in messages:
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise _Wrong(
+                    raise RowError(
                         "invalid_messages",
                         "every message must be an object with a role",
                         "messages",
@@ -296,9 +220,9 @@ class RowMaker:
                     {"role": "system", "content": self._spec.system_prompt},
                     *messages,
                 ]
-        elif (name := BODY_FIELDS.get(url)) is not None:
+        elif (name := PROMPT_FIELDS.get(url)) is not None:
             if not body.get(name):
-                raise _Wrong("invalid_prompt", f"{name} is missing or empty", name)
+                raise RowError("invalid_prompt", f"{name} is missing or empty", name)
             if url == RESPONSES and self._spec.system_prompt is not None:
                 body.setdefault("instructions", self._spec.system_prompt)
         if self._schema is not None:
@@ -318,70 +242,6 @@ class RowMaker:
                 "strict": True,
             }
             body.setdefault("text", {"format": wanted})
-
-
-def prepare(row: Row, body: dict[str, Any]) -> None:
-    """Note on a row what it shares with others (`params`) and what is its own (`prompt`), where it may be packed."""
-    if row.url not in PACKABLE or not ALONE.isdisjoint(body):
-        return
-    name = BODY_FIELDS[row.url]
-    prompt = body[name]
-    if row.url != CHAT and not isinstance(prompt, str):
-        return
-    rest = {key: value for key, value in body.items() if key != name}
-    row.prompt, row.params = prompt, orjson.dumps(rest)
-
-
-class Template:
-    """`"Summarise {title}: {text}"`; `{{` and `}}` are braces. Only plain column names, no attributes or indexes."""
-
-    def __init__(self, text: str) -> None:
-        try:
-            self._parts = [
-                (literal, name, conversion, spec or "")
-                for literal, name, spec, conversion in string.Formatter().parse(text)
-            ]
-        except ValueError as error:
-            raise InvalidInput(
-                f"prompt_template: {error}; write {{{{ and }}}} for braces that stay"
-            ) from error
-        names = [name for _, name, _, _ in self._parts if name is not None]
-        if not names:
-            raise InvalidInput("prompt_template names no column, so every prompt would be the same")
-        for name in names:
-            if not name or "." in name or "[" in name:
-                raise InvalidInput(f"prompt_template: {{{name}}} is not a column name")
-
-    def fill(self, columns: dict[str, Any]) -> str:
-        out = []
-        for literal, name, conversion, spec in self._parts:
-            out.append(literal)
-            if name is None:
-                continue
-            if name not in columns:
-                raise _Wrong("missing_column", f"column {name} of prompt_template is missing", name)
-            value = columns[name]
-            if value is None:
-                raise _Wrong("null_prompt", f"column {name} of prompt_template is null", name)
-            value = repr(value) if conversion == "r" else value
-            try:
-                out.append(
-                    format(value, spec)
-                    if spec or not isinstance(value, (dict, list))
-                    else _json(value)
-                )
-            except (TypeError, ValueError) as error:
-                raise _Wrong(
-                    "invalid_value", f"column {name} cannot be formatted: {error}", name
-                ) from None
-        return "".join(out)
-
-
-def _json(value: Any) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError as error:
-        raise _Wrong("invalid_value", f"cannot be written as JSON: {error}") from None
 
 
 def _number(value: Any) -> Any:

@@ -22,7 +22,7 @@ def checker(output_schema: Any) -> Callable[[str], str | None] | None:
     validate = getattr(output_schema, "model_validate_json", None)
     if validate is not None:
         return lambda text: _first_line(validate, text)
-    from jsonschema import SchemaError, validators
+    from jsonschema import SchemaError, validators  # type: ignore[import-untyped]
 
     schema = schema_of(output_schema)
     kind = validators.validator_for(schema)

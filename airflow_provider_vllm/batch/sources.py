@@ -181,7 +181,7 @@ def _csv(source: Source, spec: BatchSpec) -> Iterator[Record]:
         io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
     ):
         reader = csv.reader(file)
-        header = _header(source, reader)
+        header: list[str] = _header(source, reader)
         while True:
             try:
                 cells = next(reader)
@@ -230,7 +230,7 @@ def _parquet(source: Source, spec: BatchSpec) -> Iterator[Record]:
 def parquet_file(source: Source, raw: Any) -> Any:
     """An open pyarrow ParquetFile. Raises InvalidPrompts without pyarrow or for a file that is not Parquet."""
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
     except ImportError:
         raise InvalidPrompts(
             f"input_path {source.name} is Parquet, and pyarrow is not installed; install the extra [parquet]"

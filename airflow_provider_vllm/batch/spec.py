@@ -13,30 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from airflow_provider_vllm.batch.api import ALIASES, CHAT, NAMES, RESPONSES
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
-ENDPOINTS = {
-    "chat": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "embeddings": "/v1/embeddings",
-    "score": "/v1/score",
-    "rerank": "/v1/rerank",
-    "classify": "/classify",
-    "pooling": "/pooling",
-    "responses": "/v1/responses",
-}
-ALIASES = {
-    **ENDPOINTS,
-    "chat/completions": ENDPOINTS["chat"],
-    "chat_completions": ENDPOINTS["chat"],
-    "embed": ENDPOINTS["embeddings"],
-    "/score": "/v1/score",
-    "/rerank": "/v1/rerank",
-    "/v2/rerank": "/v1/rerank",
-    "/v1/classify": "/classify",
-    "/v1/pooling": "/pooling",
-    **{url: url for url in ENDPOINTS.values()},
-}
 FORMATS = ("jsonl", "csv", "parquet", "text")
 MAX_CONCURRENCY = 4096
 MAX_PACK = 256
@@ -174,7 +153,7 @@ def schema_of(output_schema: Any) -> dict[str, Any] | None:
 def _endpoint(value: Any) -> str:
     if not isinstance(value, str) or value.lower().rstrip("/") not in ALIASES:
         raise InvalidInput(
-            f"endpoint {value!r} is not known; use one of {', '.join(ENDPOINTS)} or their URL paths"
+            f"endpoint {value!r} is not known; use one of {', '.join(NAMES)} or their URL paths"
         )
     return ALIASES[value.lower().rstrip("/")]
 
@@ -232,7 +211,7 @@ def _system_prompt(spec: BatchSpec) -> None:
         return
     if not isinstance(spec.system_prompt, str):
         raise InvalidInput("system_prompt must be text")
-    if spec.endpoint not in (ENDPOINTS["chat"], ENDPOINTS["responses"]):
+    if spec.endpoint not in (CHAT, RESPONSES):
         raise InvalidInput(f"system_prompt needs a chat endpoint; {spec.endpoint} has no messages")
 
 

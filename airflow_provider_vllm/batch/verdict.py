@@ -30,6 +30,6 @@ def reason_to_fail(
     return None
 
 
-def backoff(attempt: int, *, retry_after: float, jitter: float) -> float:
+def backoff(attempt: int, *, jitter: float) -> float:
     """Seconds before try `attempt + 1`; `jitter` is a random number in [0, 1)."""
-    return max(min(30.0, 0.5 * 2 ** (attempt - 1)) * (0.5 + jitter), min(retry_after, 120.0))
+    return min(30.0, 0.5 * 2.0 ** (attempt - 1)) * (0.5 + jitter)

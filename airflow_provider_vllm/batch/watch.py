@@ -17,13 +17,13 @@ from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.health import Movement, Vitals
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.progress import Progress
-from airflow_provider_vllm.batch.sender import (
+from airflow_provider_vllm.batch.sender import Sender
+from airflow_provider_vllm.batch.signals import (
     Connect,
     Ended,
     Healthy,
     Lost,
     NeedServer,
-    Sender,
     Trouble,
 )
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -31,6 +31,7 @@ from airflow_provider_vllm.exceptions import BatchFailed, ServerError
 
 HEALTH_LOOKS = 3
 HEALTH_PAUSE = 0.3
+LOOK_EVERY = 2.0
 OnProgress = Callable[[dict[str, Any]], None]
 
 
@@ -61,6 +62,7 @@ class Watch:
         now = time.monotonic()
         self._movement = Movement(now, 0, None)
         self._next_sync = now + self._spec.journal_sync
+        self._next_look = now + min(1.0, self._spec.progress_interval)
         self._next_report = now + min(2.0, self._spec.progress_interval)
         tick = min(
             1.0, self._spec.journal_sync, self._spec.stall_timeout / 4, self._spec.progress_interval
@@ -87,14 +89,16 @@ class Watch:
         if self._lost:
             return
         stats = self._sender.stats
-        if now >= self._next_report:
-            vitals = health.look(self._endpoint)
+        if now >= self._next_look:
+            self._next_look = now + min(LOOK_EVERY, self._spec.progress_interval)
+            vitals = self._sender.vitals = health.look(self._endpoint)
             self._count_preemptions(vitals)
-            self._report(now, vitals)
-            self._next_report = now + self._spec.progress_interval
             self._see(vitals.moved, now)
         else:
             self._see(self._movement.moved, now)
+        if now >= self._next_report:
+            self._next_report = now + self._spec.progress_interval
+            self._report(now, self._sender.vitals)
         if (
             health.is_stalled(self._movement, now=now, stall_timeout=self._spec.stall_timeout)
             and stats.in_flight

@@ -1,0 +1,101 @@
+"""The URLs that a batch can send to, and where each keeps its prompt and its answer.
+
+Paths as vLLM 0.32 serves them. Adding an endpoint means adding it to every table here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+SCORE = "/v1/score"
+RERANK = "/v1/rerank"
+CLASSIFY = "/classify"
+POOLING = "/pooling"
+RESPONSES = "/v1/responses"
+
+NAMES = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "embeddings": EMBEDDINGS,
+    "score": SCORE,
+    "rerank": RERANK,
+    "classify": CLASSIFY,
+    "pooling": POOLING,
+    "responses": RESPONSES,
+}
+URLS = tuple(NAMES.values())
+PATHS = {
+    **{url: url for url in URLS},
+    "/score": SCORE,
+    "/rerank": RERANK,
+    "/v2/rerank": RERANK,
+    "/v1/classify": CLASSIFY,
+    "/v1/pooling": POOLING,
+}
+ALIASES = {
+    **PATHS,
+    **NAMES,
+    "chat/completions": CHAT,
+    "chat_completions": CHAT,
+    "embed": EMBEDDINGS,
+}
+
+# The field of the request that holds a single prompt.
+PROMPT_FIELDS = {
+    CHAT: "messages",
+    COMPLETIONS: "prompt",
+    EMBEDDINGS: "input",
+    CLASSIFY: "input",
+    POOLING: "input",
+    RESPONSES: "input",
+}
+# Fields of the request that only make sense together; any one group will do.
+PAIR_FIELDS = {
+    SCORE: (("text_1", "text_2"), ("queries", "documents")),
+    RERANK: (("query", "documents"),),
+}
+# The list in the answer.
+ITEM_FIELDS = {
+    CHAT: "choices",
+    COMPLETIONS: "choices",
+    EMBEDDINGS: "data",
+    SCORE: "data",
+    RERANK: "results",
+    CLASSIFY: "data",
+    POOLING: "data",
+    RESPONSES: "output",
+}
+# The smallest request that makes the engine take a step.
+PROBES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1},
+    COMPLETIONS: {"prompt": "1", "max_tokens": 1},
+    EMBEDDINGS: {"input": "1"},
+    SCORE: {"text_1": "1", "text_2": "1"},
+    RERANK: {"query": "1", "documents": ["1"]},
+    CLASSIFY: {"input": "1"},
+    POOLING: {"input": "1"},
+    RESPONSES: {"input": "1", "max_output_tokens": 16},
+}
+
+
+def answers_of(url: str, body: dict[str, Any]) -> list[Any]:
+    """The answers in one response body: texts, vectors, scores or labels; several with `n` above 1."""
+    items = body[ITEM_FIELDS[url]]
+    if url == CHAT:
+        return [item["message"].get("content") for item in items]
+    if url == RESPONSES:
+        parts = [part for item in items for part in item.get("content") or ()]
+        return ["".join(part.get("text") or "" for part in parts)]
+    if url == RERANK:
+        return [items]
+    name = {COMPLETIONS: "text", EMBEDDINGS: "embedding", SCORE: "score", CLASSIFY: "label"}
+    return [item.get(name.get(url, "data")) for item in items]
+
+
+def answer_of(url: str, body: dict[str, Any]) -> Any:
+    """The answer as one value: the only one, or the list of several."""
+    found = answers_of(url, body)
+    return found[0] if len(found) == 1 else found

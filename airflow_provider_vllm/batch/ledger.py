@@ -1,0 +1,81 @@
+"""How each row ended: into the journal, the counts and the verdict.
+
+Invariant: every row that was read ends here once, as `ok`, `reused`, or with the name of its failure.
+"""
+
+from __future__ import annotations
+
+from airflow_provider_vllm.batch.answers import (
+    TAIL,
+    Check,
+    answer,
+    bad_row_line,
+)
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.records import END, head
+from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.batch.signals import Stats
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.exceptions import BatchFailed
+
+SAMPLES = 5
+
+
+class Ledger:
+    """Writes the ends of rows. `verdict` is set when so many failed that the batch fails."""
+
+    def __init__(
+        self,
+        spec: BatchSpec,
+        journal: Journal,
+        stats: Stats,
+        total: int | None,
+        check: Check | None,
+    ) -> None:
+        self._spec, self._journal, self._stats = spec, journal, stats
+        self._total, self._check = total, check
+        self._add = journal.add
+        self.flush = journal.flush
+        self.verdict: BatchFailed | None = None
+
+    def answered(self, row: Row, raw: bytes, sums: tuple[int, int] | None = None) -> None:
+        """A reply with status 200; `sums` are the tokens of a pack. Raises NotAnAnswer, InvalidOutput."""
+        start, body, prompt, completion = answer(row, raw, self._check, sums)
+        self._add(row.number, True, start, body, TAIL)
+        stats = self._stats
+        stats.done += 1
+        stats.ok += 1
+        stats.prompt_tokens += prompt
+        stats.completion_tokens += completion
+
+    def reused(self, row: Row, position: int) -> None:
+        """An earlier try has the answer."""
+        self._journal.claim(row.number, position)
+        self._stats.reused += 1
+        self._stats.done += 1
+        self._stats.ok += 1
+
+    def invalid(self, row: BadRow) -> None:
+        """A record that cannot be sent."""
+        self.failed(row, "invalid_input", bad_row_line(row), row.message)
+
+    def failed(self, row: Row | BadRow, outcome: str, line: bytes, message: str) -> None:
+        """The last word on a row; `line` is its JSON in the errors file."""
+        start = head(row.key, row.number, outcome.encode())
+        self._add(row.number, False, start, line, END)
+        stats = self._stats
+        stats.done += 1
+        stats.failed[outcome] += 1
+        if len(stats.samples) < SAMPLES:
+            stats.samples.append(f"{row.custom_id}: {message[:300]}")
+        reason = reason_to_fail(
+            done=stats.done,
+            errors=stats.errors,
+            total=self._total,
+            max_error_rate=self._spec.max_error_rate,
+            max_errors=self._spec.max_errors,
+            finished=False,
+        )
+        if reason is not None:
+            self.verdict = self.verdict or BatchFailed(reason)

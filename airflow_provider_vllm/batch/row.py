@@ -1,0 +1,45 @@
+"""One record of the input on its way: a `Row` that is sent, or a `BadRow` that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class Row:
+    """One request. `key` is 16 hex digits.
+
+    `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at;
+    `params` and `prompt` are set where it may be packed.
+    """
+
+    attempts = 0
+    deaths = 0
+    busy_since: float | None = None
+    params: bytes | None = None
+    prompt: Any = None
+
+    def __init__(self, number: int, custom_id: str, url: str, body: bytes, key: bytes) -> None:
+        self.number = number
+        self.custom_id = custom_id
+        self.url = url
+        self.body = body
+        self.key = key
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A record that is never sent: where it stands, what is wrong, in which field."""
+
+    number: int
+    custom_id: str
+    code: str
+    message: str
+    source: str
+    line: int
+    field: str | None = None
+
+    @property
+    def key(self) -> bytes:
+        """The number of the row: a broken record has no request to take a fingerprint of."""
+        return b"%016x" % self.number

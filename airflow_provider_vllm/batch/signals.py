@@ -1,0 +1,75 @@
+"""What the sender's thread and the watch say to each other, and the numbers that both read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from airflow_provider_vllm.batch.endpoint import Endpoint
+
+
+@dataclass
+class Stats:
+    """Written by the sender, read by the watch. `done` is the sum of `outcomes`."""
+
+    read: int = 0
+    done: int = 0
+    ok: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    reused: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    retries: int = 0
+    refused: int = 0
+    in_flight: int = 0
+    limit: int = 0
+    pack: int = 1
+    samples: list[str] = field(default_factory=list)
+
+    @property
+    def errors(self) -> int:
+        return self.done - self.ok
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return {"ok": self.ok, **self.failed}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Event: rows failed in a way that a dead server explains. The watch looks at its health."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NeedServer:
+    """Event: the server is given up and rows are left. The watch brings one back."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Event: the thread is over; `failure` says why when rows are left."""
+
+    failure: BaseException | None
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """Command: the server answered, so doubtful rows failed on their own."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Command: the server is dead or frozen. Give up what is in flight."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Command: send to this endpoint from now on."""
+
+    endpoint: Endpoint

@@ -1,0 +1,72 @@
+"""A prompt template and the columns of a row in, the prompt out."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import orjson
+
+from airflow_provider_vllm.exceptions import InvalidInput
+
+
+class RowError(Exception):
+    """A record that makes no request: a short fixed `code`, what is wrong, in which `field`."""
+
+    def __init__(self, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.field = code, field
+
+
+class Template:
+    """`"Summarise {title}: {text}"`; `{{` and `}}` are braces. Only plain column names, no attributes or indexes."""
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._parts = [
+                (literal, name, conversion, spec or "")
+                for literal, name, spec, conversion in string.Formatter().parse(text)
+            ]
+        except ValueError as error:
+            raise InvalidInput(
+                f"prompt_template: {error}; write {{{{ and }}}} for braces that stay"
+            ) from error
+        names = [name for _, name, _, _ in self._parts if name is not None]
+        if not names:
+            raise InvalidInput("prompt_template names no column, so every prompt would be the same")
+        for name in names:
+            if not name or "." in name or "[" in name:
+                raise InvalidInput(f"prompt_template: {{{name}}} is not a column name")
+
+    def fill(self, columns: dict[str, Any]) -> str:
+        out = []
+        for literal, name, conversion, spec in self._parts:
+            out.append(literal)
+            if name is None:
+                continue
+            if name not in columns:
+                raise RowError(
+                    "missing_column", f"column {name} of prompt_template is missing", name
+                )
+            value = columns[name]
+            if value is None:
+                raise RowError("null_prompt", f"column {name} of prompt_template is null", name)
+            value = repr(value) if conversion == "r" else value
+            try:
+                out.append(
+                    format(value, spec)
+                    if spec or not isinstance(value, (dict, list))
+                    else _json(value)
+                )
+            except (TypeError, ValueError) as error:
+                raise RowError(
+                    "invalid_value", f"column {name} cannot be formatted: {error}", name
+                ) from None
+        return "".join(out)
+
+
+def _json(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise RowError("invalid_value", f"cannot be written as JSON: {error}") from None

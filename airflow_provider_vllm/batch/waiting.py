@@ -1,0 +1,109 @@
+"""The rows that are not in flight, and which of them goes next.
+
+In this order: rows whose pause after a failure is over, rows that came back from a lost server, new rows
+of the input, and at the very end suspects, each alone. Invariant: a row is in one place only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+
+from airflow_provider_vllm.batch.ahead import Ahead
+from airflow_provider_vllm.batch.compact import IntMap
+from airflow_provider_vllm.batch.ledger import Ledger
+from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.batch.signals import Stats
+
+SKIPS_PER_TURN = 5000
+
+
+class Waiting:
+    """`answered` maps keys to the positions of what earlier tries answered."""
+
+    def __init__(
+        self, rows: Iterator[Row | BadRow], ledger: Ledger, stats: Stats, answered: IntMap | None
+    ) -> None:
+        self._input = Ahead(rows)
+        self._ledger, self._stats, self._answered = ledger, stats, answered
+        self._exhausted = False
+        self._returned: deque[Row] = deque()
+        self._later: list[tuple[float, int, Row]] = []
+        self._tickets = 0
+        self._suspects: deque[Row] = deque()
+        self.parcels: deque[list[Row]] = deque()  # parts of failed packs, sent as they are
+        self.alone: Row | None = None  # the suspect that is, or was last, in flight by itself
+
+    def __bool__(self) -> bool:
+        return not self._exhausted or bool(
+            self._returned or self._later or self._suspects or self.parcels
+        )
+
+    @property
+    def only_new(self) -> bool:
+        """Whether `take_new` may be used."""
+        return self._answered is None and not (
+            self._exhausted or self._returned or self._later or self.parcels
+        )
+
+    def take_new(self, most: int) -> list[Row | BadRow]:
+        """New rows as they come, in bulk; empty at the end of the input."""
+        rows = self._input.take(most)
+        self._stats.read += len(rows)
+        self._exhausted = not rows
+        return rows
+
+    def take(self, now: float) -> Row | None:
+        """The next row, or None when none may be sent right now."""
+        if self._later and self._later[0][0] <= now:
+            return heapq.heappop(self._later)[2]
+        if self._returned:
+            return self._returned.popleft()
+        if not self._exhausted and (row := self._take_new()) is not None:
+            return row
+        done = self._exhausted and not (self._stats.in_flight or self._later or self.parcels)
+        if done and self._suspects:
+            self.alone = self._suspects.popleft()
+            return self.alone
+        return None
+
+    def _take_new(self) -> Row | None:
+        """The next new row without an answer; gives up after many that have one."""
+        for _ in range(SKIPS_PER_TURN):
+            if not (taken := self.take_new(1)):
+                return None
+            row = taken[0]
+            if isinstance(row, BadRow):
+                self._ledger.invalid(row)
+            elif (at := self._position(row)) is not None:
+                self._ledger.reused(row, at)
+            else:
+                return row
+            if self._ledger.verdict is not None:
+                return None
+        return None
+
+    def _position(self, row: Row) -> int | None:
+        return None if self._answered is None else self._answered.get(int(row.key, 16))
+
+    def give_back(self, row: Row) -> None:
+        """Not sent after all: next time."""
+        self._returned.appendleft(row)
+
+    def put_back(self, row: Row) -> None:
+        """Back from a lost server."""
+        self._returned.append(row)
+
+    def put_off(self, row: Row, until: float) -> None:
+        """Again, but not before `until` (monotonic seconds)."""
+        self._tickets += 1
+        heapq.heappush(self._later, (until, self._tickets, row))
+
+    def suspect(self, row: Row) -> None:
+        """Alone, when everything else is done."""
+        row.params = None
+        self._suspects.append(row)
+
+    def close(self) -> None:
+        self._input.close()
