@@ -27,7 +27,14 @@ from typing import IO, Any
 
 from airflow_provider_vllm.exceptions import DownloadFailed
 from airflow_provider_vllm.server import hub_fetch
-from airflow_provider_vllm.server.checks.model import look_up, read_weights
+from airflow_provider_vllm.server.checks.model import (
+    READ_HERE,
+    TRUE,
+    is_hub_id,
+    is_offline,
+    look_up,
+    read_weights,
+)
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.private import open_private, private_dir
 from airflow_provider_vllm.server.sizes import gib
@@ -68,6 +75,14 @@ class Progress:
         speed = f", {gib(self.done / self.seconds)}/s" if self.done and self.seconds else ""
         size = f"{gib(self.done)} of {gib(self.total)}"
         return f"downloading {self.model}{other}: {size}{speed}, {self.seconds:.0f} s"
+
+
+def needs_download(model: str, engine_args: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether vLLM would ask the hub for `model` under `environ`, so that `download_once` is due."""
+    options = Options.of(engine_args)
+    elsewhere = environ.get("VLLM_USE_MODELSCOPE", "").upper() in TRUE or is_offline(environ)
+    known_format = options.get("load_format", "auto") in READ_HERE
+    return is_hub_id(model) and known_format and not elsewhere
 
 
 def download_once(

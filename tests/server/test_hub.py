@@ -245,6 +245,25 @@ def test_one_set_of_weights_is_chosen(
     assert sorted(wanted_files([*others, *files], load_format, {})) == sorted(others + weights)
 
 
+@pytest.mark.parametrize(
+    ("model", "engine_args", "environ", "expected"),
+    [
+        ("org/name", {}, {}, True),
+        ("gpt2", {"load-format": "safetensors"}, {}, True),
+        ("/models/name", {}, {}, False),
+        ("s3://bucket/name", {}, {}, False),
+        ("org/name:Q4_K_M", {}, {}, False),
+        ("org/name", {"load_format": "dummy"}, {}, False),
+        ("org/name", {}, {"HF_HUB_OFFLINE": "1"}, False),
+        ("org/name", {}, {"VLLM_USE_MODELSCOPE": "True"}, False),
+    ],
+)
+def test_when_there_is_something_to_download(
+    model: str, engine_args: dict, environ: dict, expected: bool
+) -> None:
+    assert hub.needs_download(model, engine_args, environ) is expected
+
+
 def test_an_index_decides_which_files_are_weights() -> None:
     files = ["m-1.safetensors", "m-2.safetensors", "adapter.safetensors"]
     index = {"a": "m-1.safetensors", "b": "m-2.safetensors"}

@@ -88,6 +88,21 @@ def test_a_real_model_on_the_real_cpu_build_gives_nothing(
     assert time.monotonic() - begin < 2
 
 
+def test_slow_things_are_not_waited_for(model: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    begin = time.monotonic()
+    found = preflight.check(
+        ServerSpec(model=str(model), python=str(python), engine_args={"max_model_len": 1024}),
+        gpus=(gpu(),),
+        state_root=private_dir(tmp_path / "state"),
+        environ=os.environ,
+    )
+    assert time.monotonic() - begin < 2
+    assert ids(found) == [("interpreter", "warning"), ("weights", "warning")]
+
+
 def test_everything_wrong_is_said_at_once_errors_first(worker: Worker, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -118,8 +118,13 @@ def gpu_findings(model: Model | None, options: Options, gpus: Sequence[Gpu]) -> 
     budget = _share(smallest, options)
     if mine > budget:
         yield _weights_too_big(weights, mine, budget, smallest, options)
+        return
+    explicit = options.size("kv_cache_memory_bytes")
+    if explicit is not None:
+        yield from _context_findings(model, options, explicit, " (kv_cache_memory_bytes)")
     else:
-        yield from _context_findings(model, options, mine, budget)
+        beside = f" beside {gib(mine)} of weights"
+        yield from _context_findings(model, options, budget - mine, beside)
 
 
 def _count_findings(options: Options, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -178,22 +183,21 @@ def _weights_too_big(weights: int, mine: int, budget: int, gpu: Gpu, options: Op
     return error("gpu-weights", message, fix)
 
 
-def _context_findings(
-    model: Model, options: Options, weights: int, budget: int
-) -> Iterator[Finding]:
+def _context_findings(model: Model, options: Options, room: int, beside: str) -> Iterator[Finding]:
+    """One request of full length against the room for the KV cache of each worker."""
     per_token, length = kv_bytes_per_token(model, options), max_model_len(model, options)
-    if not per_token or not length:
+    if not per_token or not length or per_token * length <= room:
         return
-    explicit = options.size("kv_cache_memory_bytes")
-    room = explicit if explicit is not None else budget - weights
-    if per_token * length <= room:
-        return
-    fitting = room // per_token
     message = (
-        f"One request of max_model_len {length} needs {gib(per_token * length)} of KV cache, and "
-        f"at most {gib(room)} are left for it on each GPU beside {gib(weights)} of weights."
+        f"One request of max_model_len {length} needs {gib(per_token * length)} of KV cache on each "
+        f"worker, and at most {gib(room)} are there for it{beside}."
     )
-    fix = f"Set `max_model_len` below {fitting}, or more GPUs with `tensor_parallel_size`."
+    # The cache is handed out in blocks, of up to 128 tokens: a round number below is safe.
+    fitting = room // per_token
+    step = 1024 if fitting > 1024 else 128
+    fix = "Give it more memory, or more GPUs with `tensor_parallel_size`."
+    if fitting >= step:
+        fix = f"Set `max_model_len` to {fitting // step * step} or less, or g{fix[1:]}"
     yield error("context-length", message, fix)
 
 
@@ -204,12 +208,15 @@ def cpu_findings(
     available: int,
     total: int,
 ) -> Iterator[Finding]:
-    """Weights and KV cache of a CPU server against this worker's memory (bytes).
+    """Weights and KV cache of a CPU server against this worker's memory (bytes), and one longest
+    request against the cache.
 
     vLLM 0.32 takes VLLM_CPU_KVCACHE_SPACE GiB or kv_cache_memory_bytes for the KV cache of each
     worker, and without both gpu_memory_utilization of all memory, which has to be free.
     """
     kv = _cpu_kv_bytes(options, environ)
+    if model and kv:
+        yield from _context_findings(model, options, kv, "")
     weights = (weight_bytes(model, options) if model else None) or 0
     needed = weights * options.data_parallel + (kv or 0) * options.workers
     if needed > available:

@@ -20,8 +20,8 @@ from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.checks.safetensors import Tensor
 
 # The values of --load-format that read the files checked here.
-_READ_HERE = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
-_TRUE = ("1", "ON", "YES", "TRUE")
+READ_HERE = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
+TRUE = ("1", "ON", "YES", "TRUE")
 _COPY_AGAIN = "Copy the model again, or correct `model`."
 
 
@@ -53,13 +53,14 @@ def is_local(model: str) -> bool:
 
 
 def is_hub_id(model: str) -> bool:
-    return not is_local(model) and "://" not in model and model.count("/") <= 1
+    """`name` or `organisation/name`; not `…:quantization` (GGUF) nor an object store."""
+    return not is_local(model) and ":" not in model and model.count("/") <= 1
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
     """Whether the hub's library is told to stay off the network."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(environ.get(name, "").upper() in _TRUE for name in names)
+    return any(environ.get(name, "").upper() in TRUE for name in names)
 
 
 def hub_cache(options: Options, environ: Mapping[str, str]) -> Path:
@@ -169,7 +170,7 @@ def read_weights(
     not be looked at before `deadline` (monotonic seconds).
     """
     load_format = str(options.get("load_format", "auto"))
-    if load_format not in _READ_HERE or any(model.folder.glob("*.gguf")):
+    if load_format not in READ_HERE or any(model.folder.glob("*.gguf")):
         return model, []
     files, index, found = _files(model, load_format, offline)
     if found:

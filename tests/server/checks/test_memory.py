@@ -9,7 +9,7 @@ import pytest
 
 from airflow_provider_vllm.server.checks import memory
 from airflow_provider_vllm.server.checks.finding import Finding
-from airflow_provider_vllm.server.checks.model import Model
+from airflow_provider_vllm.server.checks.model import Model, look_up
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.checks.safetensors import Tensor
 from airflow_provider_vllm.server.gpus import Gpu, GpuProcess
@@ -127,7 +127,9 @@ def test_a_context_that_cannot_fit_says_what_would() -> None:
     assert (finding.check, finding.level) == ("context-length", "error")
     room = int(24 * GIB * 0.92) - 16 * BILLION
     assert "max_model_len 131072 needs 16.00 GiB" in finding.message
-    assert f"below {room // 131072}" in finding.fix
+    assert "7.18 GiB are there for it beside 14.90 GiB of weights" in finding.message
+    assert room // 131072 == 58809
+    assert finding.fix.startswith("Set `max_model_len` to 58368 or less")
     assert found(model(8), [gpu(24)], max_model_len="32k") == []
     assert found(model(8), [gpu(24)], max_model_len=-1) == []
     assert found(model(8), [gpu(24)], max_model_len="auto") == []
@@ -166,13 +168,25 @@ def cpu(
 
 def test_a_cpu_server_needs_weights_and_cache_in_memory() -> None:
     space = {"VLLM_CPU_KVCACHE_SPACE": "4"}
-    (finding,) = cpu(model(8), 16, space)
+    short = model(8, max_position_embeddings=2048)
+    (finding,) = cpu(short, 16, space)
     assert (finding.check, finding.level) == ("memory", "error")
     assert "14.90 GiB of weights and 1 x 4.00 GiB of KV cache; 16.00 GiB" in finding.message
-    assert cpu(model(8), 19, space) == []
-    assert cpu(model(8), 30, space, data_parallel_size=2)[0].level == "error"
+    assert cpu(short, 19, space) == []
+    assert cpu(short, 30, space, data_parallel_size=2)[0].level == "error"
     assert cpu(None, 19, space) == []
     assert cpu(None, 3, kv_cache_memory_bytes=4 * GIB)[0].level == "error"
+
+
+def test_a_context_that_does_not_fit_the_cache_of_a_cpu_server(instruct_model: Path) -> None:
+    """vLLM 0.32 on this model: 0.18 GiB needed, 0.09 GiB there, estimated maximum 4096."""
+    small, _ = look_up(str(instruct_model), Options.of({}), {})
+    (finding,) = cpu(small, 30, kv_cache_memory_bytes=100_000_000)
+    assert (finding.check, finding.level) == ("context-length", "error")
+    assert "max_model_len 8192 needs 0.18 GiB" in finding.message
+    assert finding.fix.startswith("Set `max_model_len` to 4096 or less")
+    assert cpu(small, 30, kv_cache_memory_bytes=200_000_000) == []
+    assert cpu(small, 30, {"VLLM_CPU_KVCACHE_SPACE": "1"}) == []
 
 
 def test_a_cpu_server_without_a_size_of_cache_reserves_a_share() -> None:
