@@ -80,7 +80,7 @@ def answer(
         raise NotAnAnswer(f"the answer is not one of {row.url}") from None
     if b"\n" in raw:
         raw = dumps(body)
-    if check is not None and (wrong := check_output(row.url, body, check)) is not None:
+    if check is not None and (wrong := check_output(body, check)) is not None:
         raise InvalidOutput(wrong)
     prompt, completion = sums or (
         usage.get("prompt_tokens") or 0,
@@ -99,9 +99,9 @@ def answer(
     return head, raw, prompt, completion
 
 
-def check_output(url: str, body: dict[str, Any], check: Check) -> str | None:
+def check_output(body: dict[str, Any], check: Check) -> str | None:
     """What is wrong with the first answer text that breaks the schema."""
-    for text in answers_of(url, body):
+    for text in answers_of(body):
         wrong = check(text) if isinstance(text, str) else "the answer has no text"
         if wrong is not None:
             return wrong

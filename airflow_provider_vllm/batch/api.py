@@ -81,21 +81,26 @@ PROBES: dict[str, dict[str, Any]] = {
 }
 
 
-def answers_of(url: str, body: dict[str, Any]) -> list[Any]:
-    """The answers in one response body: texts, vectors, scores or labels; several with `n` above 1."""
-    items = body[ITEM_FIELDS[url]]
-    if url == CHAT:
-        return [item["message"].get("content") for item in items]
-    if url == RESPONSES:
-        parts = [part for item in items for part in item.get("content") or ()]
+def answers_of(body: dict[str, Any]) -> list[Any]:
+    """The answers in a response body of any of these URLs: texts, vectors, scores or labels.
+
+    Several with `n` above 1. Raises KeyError, TypeError or AttributeError for a body that is none.
+    """
+    if "choices" in body:
+        return [
+            item["message"].get("content") if "message" in item else item["text"]
+            for item in body["choices"]
+        ]
+    if "output" in body:
+        parts = [part for item in body["output"] for part in item.get("content") or ()]
         return ["".join(part.get("text") or "" for part in parts)]
-    if url == RERANK:
-        return [items]
-    name = {COMPLETIONS: "text", EMBEDDINGS: "embedding", SCORE: "score", CLASSIFY: "label"}
-    return [item.get(name.get(url, "data")) for item in items]
+    if "results" in body:
+        return [body["results"]]
+    names = ("embedding", "score", "label", "data")
+    return [next(item[name] for name in names if name in item) for item in body["data"]]
 
 
-def answer_of(url: str, body: dict[str, Any]) -> Any:
+def answer_of(body: dict[str, Any]) -> Any:
     """The answer as one value: the only one, or the list of several."""
-    found = answers_of(url, body)
+    found = answers_of(body)
     return found[0] if len(found) == 1 else found

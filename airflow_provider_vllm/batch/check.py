@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from airflow_provider_vllm.batch import results
-from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.columns import check_columns
+from airflow_provider_vllm.batch.remote import journal_at
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.sources import (
@@ -47,6 +47,7 @@ def check_inputs(
     checker(spec.output_schema)
     _check_output(spec, sources, to_path)
     extent = measure(spec, sources)
+    check_columns(spec, sources)
     _check_owner(spec, extent, to_path, journal_dir)
     return Checked(sources, extent)
 
@@ -89,7 +90,7 @@ def _check_owner(spec: BatchSpec, extent: Extent, to_path: ToPath, journal_dir: 
     if spec.output_path is None or not to_path(spec.output_path).exists():
         return
     if journal_dir is not None:
-        meta = Journal(Path(journal_dir)).read_meta()
+        meta = journal_at(journal_dir, to_path).read_meta()
         if meta is not None and meta.output_path == spec.output_path:
             return
     try:

@@ -13,6 +13,7 @@ import orjson
 from airflow_provider_vllm.batch import health, results
 from airflow_provider_vllm.batch.api import CHAT
 from airflow_provider_vllm.batch.check import Checked
+from airflow_provider_vllm.batch.columns import write_columns
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.journal import Journal, Meta
 from airflow_provider_vllm.batch.manifest import Manifest
@@ -56,6 +57,8 @@ class Job:
         self._model = spec.model or endpoint.model
         self._fingerprint = spec.fingerprint(endpoint.model)
         self._changed = 0
+        self._began = time.monotonic()
+        self._sent: float | None = None
 
     def run(self) -> BatchResult:
         spec, extent, journal = self._spec, self._checked.extent, self._journal
@@ -91,6 +94,7 @@ class Job:
             raise self._failed(error, sender, watch) from error
         finally:
             sender.stop()
+        self._sent = time.monotonic()
         if answered is not None:
             self._changed = len(answered) - sender.stats.reused
         return self._finish(sender, watch)
@@ -165,18 +169,12 @@ class Job:
     def _write(self, rows: int) -> tuple[list[Any] | None, list[dict[str, Any]] | None]:
         spec = self._spec
         if spec.output_path is None:
-            return results.read_answers(self._journal, rows, self._url)
-        results.write_lines(spec, self._journal, rows, self._to_path)
+            return results.read_answers(self._journal, rows)
+        if spec.form == "columns":
+            write_columns(spec, self._checked.sources, self._journal, rows, self._to_path)
+        else:
+            results.write_lines(spec, self._journal, rows, self._to_path)
         return None, None
-
-    def _url(self, row: int) -> str:
-        prompts = self._spec.prompts
-        item = prompts[row] if prompts is not None else None
-        return (
-            str(item["url"])
-            if isinstance(item, dict) and "body" in item and "url" in item
-            else self._spec.endpoint
-        )
 
     def _write_manifest(self, manifest: Manifest) -> None:
         if manifest.manifest_path is not None:
@@ -187,7 +185,7 @@ class Job:
         self, sender: Sender, watch: Watch, errors_at: str | None, complete: bool = True
     ) -> Manifest:
         spec, stats = self._spec, sender.stats
-        seconds = max(time.monotonic() - self._began, 1e-9)
+        seconds = max((self._sent or time.monotonic()) - self._began, 1e-9)
         tokens = stats.prompt_tokens + stats.completion_tokens
         return Manifest(
             rows=stats.done,
@@ -196,7 +194,8 @@ class Job:
             changed=max(self._changed, 0),
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
-            seconds=round(seconds, 3),
+            seconds=round(time.monotonic() - self._began, 3),
+            sending_seconds=round(seconds, 3),
             rows_per_second=round((stats.done - stats.reused) / seconds, 2),
             tokens_per_second=round(tokens / seconds, 2),
             retries=stats.retries,

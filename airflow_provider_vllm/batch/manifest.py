@@ -13,7 +13,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """How a batch ended. Seconds and speeds are of this try; `reused` rows were answered by earlier ones."""
+    """How a batch ended.
+
+    Seconds, speeds and tokens are of this try; `reused` rows were answered by earlier ones. Speeds are over
+    `sending_seconds`; `seconds` has the writing of the results too.
+    """
 
     rows: int
     outcomes: dict[str, int]
@@ -22,6 +26,7 @@ class Manifest:
     prompt_tokens: int
     completion_tokens: int
     seconds: float
+    sending_seconds: float
     rows_per_second: float
     tokens_per_second: float
     retries: int

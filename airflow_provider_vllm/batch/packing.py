@@ -18,11 +18,40 @@ CHAT_BATCH = "/v1/chat/completions/batch"
 PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
 # What vLLM's chat batch endpoint knows; it would drop any other field without a word.
 CHAT_FIELDS = frozenset(
-    ["model", "messages", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "response_format", "seed", "stop", "temperature", "top_p", "user", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"]
+    [
+        "model",
+        "messages",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "max_tokens",
+        "max_completion_tokens",
+        "response_format",
+        "seed",
+        "stop",
+        "temperature",
+        "top_p",
+        "user",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "chat_template_kwargs",
+    ]
 )
 # What ties an answer to its place in a request.
 ALONE = frozenset(
-    ["n", "best_of", "stream", "stream_options", "use_beam_search", "request_id", "echo", "prompt_embeds"]
+    [
+        "n",
+        "best_of",
+        "stream",
+        "stream_options",
+        "use_beam_search",
+        "request_id",
+        "echo",
+        "prompt_embeds",
+    ]
 )
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,16 +151,14 @@ def write_lines(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -
             write(line + b"\n")
 
 
-def read_answers(
-    journal: Journal, rows: int, urls: Callable[[int], str]
-) -> tuple[list[Any], list[dict[str, Any]]]:
+def read_answers(journal: Journal, rows: int) -> tuple[list[Any], list[dict[str, Any]]]:
     """Answers in input order (None for a failed row) and the error rows; for small batches only."""
     answers: list[Any] = []
     errors: list[dict[str, Any]] = []
     for record in records(journal, rows):
         line = orjson.loads(record.line)
         if record.outcome == "ok":
-            answers.append(answer_of(urls(record.row), line["response"]["body"]))
+            answers.append(answer_of(line["response"]["body"]))
         else:
             answers.append(None)
             errors.append({"row": record.row, "custom_id": line["custom_id"], **line["error"]})

@@ -159,13 +159,13 @@ class RowMaker:
         if extra.get("stream"):
             raise RowError("stream", "stream is true; a batch does not stream", "params.stream")
         if (pairs := PAIR_FIELDS.get(self._url)) is not None:
-            for names in pairs:
-                if all(value.get(name) is not None for name in names):
+            for group in pairs:
+                if all(value.get(name) is not None for name in group):
                     return {
                         "model": self._model,
                         **spec.params,
                         **extra,
-                        **{n: value[n] for n in names},
+                        **{n: value[n] for n in group},
                     }
             raise RowError(
                 "missing_column",
@@ -174,7 +174,7 @@ class RowMaker:
             )
         if self._template is not None:
             return self._prompt(self._template.fill(value), extra)
-        names = (spec.prompt_column,) if spec.prompt_column else PROMPT_COLUMNS
+        names: tuple[str, ...] = (spec.prompt_column,) if spec.prompt_column else PROMPT_COLUMNS
         for name in names:
             if name in value:
                 if value[name] is None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from airflow_provider_vllm.batch.check import Checked, check_inputs
 from airflow_provider_vllm.batch.endpoint import ServerLink
 from airflow_provider_vllm.batch.job import BatchResult, Job
-from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.remote import journal_at
 from airflow_provider_vllm.batch.sources import ToPath, local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
 
@@ -37,7 +36,7 @@ def run_batch(
     anything is sent, BatchFailed (with the manifest) by the verdict rules, ServerError where `link` cannot connect.
     """
     checked = check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
-    journal = Journal(Path(journal_dir))
+    journal = journal_at(journal_dir, to_path)
     journal.open(checked.extent.rows or 0)
     try:
         endpoint = link.connect()

@@ -197,7 +197,7 @@ def _csv(source: Source, spec: BatchSpec) -> Iterator[Record]:
 
 def _header(source: Source, reader: Any) -> list[str]:
     try:
-        header = next(reader, [])
+        header: list[str] = next(reader, [])
     except csv.Error as error:
         raise InvalidPrompts(f"input_path {source.name}, line 1: not CSV: {error}") from error
     if not header or any(not name.strip() for name in header) or len(set(header)) != len(header):

@@ -1,0 +1,281 @@
+"""One input in, shards of it out, and the results of the shards back into one: for mapped tasks.
+
+    shards = split("prompts.jsonl", "work/", shards=4)      # [{"input_path": ..., "row_offset": ...}, ...]
+    ... one VllmBatchOperator a shard, expanded over them ...
+    merge(manifests, "answers.jsonl")
+
+Invariants: shards are consecutive parts, so that merging in their order keeps the input's; `row_offset`
+keeps the ids that rows without a `custom_id` get as they would be without shards.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import orjson
+
+from airflow_provider_vllm.batch import results
+from airflow_provider_vllm.batch.sources import (
+    Source,
+    ToPath,
+    find_sources,
+    local_path,
+    parquet_file,
+    records,
+)
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
+
+SUFFIX = {"jsonl": ".jsonl", "text": ".txt", "csv": ".csv", "parquet": ".parquet"}
+
+
+def split(
+    input_path: str | Sequence[str],
+    output_dir: str,
+    *,
+    shards: int,
+    input_format: str | None = None,
+    to_path: ToPath = local_path,
+) -> list[dict[str, Any]]:
+    """Write the input as up to `shards` files of nearly equal row counts into `output_dir`.
+
+    Returns arguments for one batch each: `input_path`, `row_offset`. Raises InvalidPrompts for an input that
+    cannot be read, or files of different formats.
+    """
+    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise InvalidInput(f"shards is {shards!r}; use a number from 1")
+    spec = BatchSpec(input_path=input_path, output_path="unused", input_format=input_format)
+    sources = find_sources(spec, to_path)
+    formats = {source.format for source in sources}
+    if len(formats) > 1:
+        raise InvalidPrompts(
+            f"input_path holds files of several formats: {', '.join(sorted(formats))}"
+        )
+    rows = sum(1 for _ in records(spec, sources))
+    folder = to_path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = formats.pop()
+    pieces = {"csv": _csv_pieces, "parquet": _parquet_pieces}.get(kind, _line_pieces)
+    made: list[dict[str, Any]] = []
+    for index, (first, data) in enumerate(pieces(sources, _quota(rows, shards))):
+        name = f"{str(output_dir).rstrip('/')}/shard-{index:04d}{SUFFIX[kind]}"
+        with results.replacing(name, to_path) as file:
+            for block in data:
+                file.write(block)
+        made.append({"input_path": name, "row_offset": first})
+    return made
+
+
+def _quota(rows: int, shards: int) -> int:
+    return max(1, -(-rows // shards))
+
+
+Piece = tuple[int, Iterator[bytes]]
+
+
+def _line_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
+    """Cut only after a line that is not blank: at the end of a file, blank lines are no rows."""
+    lines = _Peekable(line for source in sources for line in _whole_lines(source))
+    count = 0
+    while lines.has_more():
+        first, taken = count, 0
+
+        def piece() -> Iterator[bytes]:
+            nonlocal taken
+            blank = True
+            while lines.has_more() and (taken < quota or blank):
+                line = lines.take()
+                blank = not line.strip()
+                taken += 1
+                yield line
+
+        yield first, piece()
+        count += taken
+
+
+def _whole_lines(source: Source) -> Iterator[bytes]:
+    """Lines with their end; blank ones only where another line of the file follows."""
+    blanks: list[bytes] = []
+    with source.open() as file:
+        for number, line in enumerate(file):
+            if number == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                blanks.append(b"\n")
+                continue
+            yield from blanks
+            blanks.clear()
+            yield line if line.endswith(b"\n") else line + b"\n"
+
+
+class _Peekable:
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._next: Any = next(items, None)
+
+    def has_more(self) -> bool:
+        return self._next is not None
+
+    def take(self) -> Any:
+        item, self._next = self._next, next(self._items, None)
+        return item
+
+
+def _csv_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
+    headers = [next(_csv_rows(source)) for source in sources]
+    if any(header != headers[0] for header in headers):
+        raise InvalidPrompts("the CSV files of input_path have different headers")
+    rows = _Peekable(row for source in sources for row in _csv_body(source))
+    count = 0
+    while rows.has_more():
+        first, taken = count, 0
+
+        def piece() -> Iterator[bytes]:
+            nonlocal taken
+            yield _csv_line(headers[0])
+            while rows.has_more() and taken < quota:
+                taken += 1
+                yield _csv_line(rows.take())
+
+        yield first, piece()
+        count += taken
+
+
+def _csv_rows(source: Source) -> Iterator[list[str]]:
+    csv.field_size_limit(1 << 31)
+    with (
+        source.open() as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
+        yield from (row for row in csv.reader(file) if row)
+
+
+def _csv_body(source: Source) -> Iterator[list[str]]:
+    rows = _csv_rows(source)
+    next(rows, None)
+    yield from rows
+
+
+def _csv_line(cells: list[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def _parquet_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    def finished(first: int, tables: list[Any]) -> Piece:
+        out = io.BytesIO()
+        parquet.write_table(pyarrow.concat_tables(tables), out)
+        return first, iter([out.getvalue()])
+
+    first, held = 0, 0
+    tables: list[Any] = []
+    for source in sources:
+        with source.open() as raw, parquet_file(source, raw) as file:
+            for batch in file.iter_batches(batch_size=4096):
+                table = pyarrow.Table.from_batches([batch])
+                while held + table.num_rows >= quota:
+                    part = table.slice(0, quota - held)
+                    table = table.slice(quota - held)
+                    yield finished(first, [*tables, part])
+                    first, held, tables = first + quota, 0, []
+                if table.num_rows:
+                    tables.append(table)
+                    held += table.num_rows
+    if tables:
+        yield finished(first, tables)
+
+
+def merge(
+    manifests: Sequence[Mapping[str, Any]], output_path: str, *, to_path: ToPath = local_path
+) -> dict[str, Any]:
+    """Join the outputs and error files of shards, in the order given; their manifest as one.
+
+    `manifests` are those of the shards' batches. Raises InvalidInput where one has no output.
+    """
+    if not manifests:
+        raise InvalidInput("merge needs the manifest of at least one shard")
+    outputs = [manifest.get("output_path") for manifest in manifests]
+    if not all(outputs):
+        raise InvalidInput(
+            "merge: a shard's manifest has no output_path; its batch did not succeed"
+        )
+    errors = [m["errors_path"] for m in manifests if m.get("errors_path")]
+    target = BatchSpec(prompts=["unused"], output_path=output_path)
+    errors_to = results.errors_path(target) if errors else None
+    if errors_to:
+        _join(errors, errors_to, to_path)
+    _join([str(output) for output in outputs], output_path, to_path)
+    whole = _summed(manifests, output_path, errors_to)
+    with results.replacing(whole["manifest_path"], to_path) as file:
+        file.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
+    return whole
+
+
+def _join(parts: list[str], target: str, to_path: ToPath) -> None:
+    kinds = {PurePosixPath(part.removesuffix(".gz")).suffix for part in (*parts, target)}
+    if len(kinds) > 1:
+        raise InvalidInput(f"merge cannot turn one format into another: {', '.join(sorted(kinds))}")
+    with results.replacing(target, to_path) as file:
+        if kinds == {".parquet"}:
+            _join_parquet(parts, file, to_path)
+            return
+        with results.compressed(file, target.endswith(".gz")) as out:
+            for index, part in enumerate(parts):
+                source = Source(part, to_path(part), "text", part.endswith(".gz"))
+                with source.open() as opened:
+                    if index and kinds == {".csv"}:
+                        opened.readline()
+                    while block := opened.read(1 << 20):
+                        out.write(block)
+
+
+def _join_parquet(parts: list[str], out: Any, to_path: ToPath) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    writer: Any = None
+    for part in parts:
+        source = Source(part, to_path(part), "parquet", False)
+        with source.open() as raw, parquet_file(source, raw) as file:
+            writer = writer or parquet.ParquetWriter(out, file.schema_arrow)
+            for batch in file.iter_batches():
+                writer.write_table(pyarrow.Table.from_batches([batch]).cast(writer.schema))
+    writer.close()
+
+
+def _summed(
+    manifests: Sequence[Mapping[str, Any]], output_path: str, errors_to: str | None
+) -> dict[str, Any]:
+    outcomes: Counter[str] = Counter()
+    for manifest in manifests:
+        outcomes.update(manifest["outcomes"])
+    whole = dict(manifests[0])
+    for name in (
+        "rows", "reused", "changed", "prompt_tokens", "completion_tokens", "retries",
+        "server_losses", "preemptions", "ok", "errors",
+    ):  # fmt: skip
+        whole[name] = sum(manifest[name] for manifest in manifests)
+    seconds = max(manifest["seconds"] for manifest in manifests)
+    tokens = whole["prompt_tokens"] + whole["completion_tokens"]
+    sent = whole["rows"] - whole["reused"]
+    whole.update(
+        outcomes=dict(sorted(outcomes.items())),
+        input=[path for manifest in manifests for path in manifest["input"]],
+        seconds=seconds,
+        rows_per_second=round(sent / max(seconds, 1e-9), 2),
+        tokens_per_second=round(tokens / max(seconds, 1e-9), 2),
+        output_path=output_path,
+        errors_path=errors_to,
+        manifest_path=f"{output_path}.manifest.json",
+        shards=len(manifests),
+    )
+    return whole
