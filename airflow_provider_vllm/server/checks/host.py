@@ -81,19 +81,23 @@ def state_root_findings(
 
 
 def port_findings(host: str, port: int) -> Iterator[Finding]:
-    """Whether `port` can be listened on now; 0 (any free one) always can."""
+    """Whether `port` can be listened on now; 0 (any free one) always can.
+
+    A host given by name is left to vLLM: to ask for its address can take long.
+    """
     if not port:
         return
+    numeric = "127.0.0.1" if host == "localhost" else host
     fix = "Set `port=0` for a free one, or another port."
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            numeric, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except socket.gaierror as exc:
-        yield error("host", f"{host!r} is no address: {exc.strerror}.", "Correct `host`.")
+    except socket.gaierror:
+        return
     except OSError as exc:
         if exc.errno == errno.EADDRNOTAVAIL:
             message = f"{host} is not an address of this worker."

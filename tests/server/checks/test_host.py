@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_folder_that_can_be_made(tmp_path: Path) -> None:
     assert list(host.writable_findings("hub-cache", tmp_path / "a/b", "")) == []
     assert not (tmp_path / "a").exists()
-    assert host.free_disk(tmp_path / "a/b") == host.free_disk(tmp_path) > 0
+    assert host.free_disk(tmp_path / "a/b") > 0
 
 
 def test_a_port_that_is_taken() -> None:
@@ -95,8 +95,8 @@ def test_a_port_that_is_taken() -> None:
 def test_a_host_that_is_not_ours() -> None:
     (finding,) = host.port_findings("192.0.2.1", 8000)  # TEST-NET-1, nobody's
     assert finding.message == "192.0.2.1 is not an address of this worker."
-    (finding,) = host.port_findings("no.such.host.invalid", 8000)
-    assert "is no address" in finding.message
+    # A name would have to be asked for, which can take longer than all checks may.
+    assert list(host.port_findings("no.such.host.invalid", 8000)) == []
 
 
 def test_a_port_only_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
