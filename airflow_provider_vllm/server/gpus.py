@@ -178,7 +178,8 @@ def memory_returned(
 
     By difference, because inside a container NVML names processes by the host's numbers, so that
     the server's own cannot be told apart. Another program that began in between looks the same and
-    is named too. A GPU that `after` no longer lists is left out.
+    is named too; `tolerance` leaves out its small steps. A GPU that `after` no longer lists is left
+    out.
     """
     now = {gpu.uuid: gpu for gpu in after}
     found = []

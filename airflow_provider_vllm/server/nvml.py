@@ -58,7 +58,10 @@ def read() -> tuple[tuple[Gpu, ...], list[str]]:
             problems: list[str] = []
             for index in range(nvml.nvmlDeviceGetCount()):
                 try:
-                    gpus += _read_gpu(nvml, index)
+                    found = _read_gpu(nvml, index)
+                    if not found:
+                        problems.append(f"GPU {index} is in MIG mode and has no MIG device")
+                    gpus += found
                 except nvml.NVMLError as error:
                     problems.append(f"GPU {index} cannot be read: {error}")
             return tuple(gpus), problems

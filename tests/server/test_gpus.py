@@ -110,6 +110,7 @@ def test_a_gpu_in_mig_mode_is_listed_as_its_mig_devices(stub: NvmlStub, ask: Ask
         ("MIG-2", "GPU-a"),
         ("GPU-c", None),
     ]
+    assert "GPU 1 is in MIG mode and has no MIG device" in ask("gpus.driver_status()")
     assert found[1]["processes"] == [{"pid": 9, "used_bytes": GIB}]
     assert (found[1]["total_bytes"], found[1]["free_bytes"]) == (20 * GIB, 19 * GIB)
     assert found[1]["compute_capability"] == [9, 0]

@@ -15,7 +15,12 @@ from airflow_provider_vllm.server.sizes import gib
 _NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "gpfs", "ceph", "glusterfs", "beegfs")
 _NETWORK_FUSE = ("fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs")
 _CONTAINER_DEFAULT_SHM = 64 * 1024**2
+# One segment of NCCL is about 10 MB, and vLLM and its workers have more.
 _LEAST_SHM = 16 * 1024**2
+_MORE_SHM = (
+    "Give the container more: `--shm-size=2g` or `ipc: host`, in Kubernetes an emptyDir of medium "
+    "Memory at /dev/shm."
+)
 _LEAST_FILES = 4096
 
 
@@ -23,21 +28,23 @@ def shm_findings(workers: int, folder: Path = Path("/dev/shm")) -> Iterator[Find
     """Whether several worker processes have room to talk to each other through /dev/shm."""
     if workers < 2:
         return
-    grow = "Give the container more: `--shm-size=2g` or `ipc: host`, in Kubernetes an emptyDir of "
-    grow += "medium Memory at /dev/shm."
     try:
         stat = os.statvfs(folder)
     except OSError as exc:
-        yield error("shm", f"{folder} cannot be used: {exc.strerror}.", grow)
-        return
-    size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+        yield error("shm", f"{folder} cannot be used: {exc.strerror}.", _MORE_SHM)
+    else:
+        yield from shm_room(workers, stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail)
+
+
+def shm_room(workers: int, size: int, free: int) -> Iterator[Finding]:
+    """The same by size and free bytes of /dev/shm."""
     message = (
-        f"{workers} worker processes share {folder}; {gib(free)} of {gib(size)} are free there"
+        f"{workers} worker processes share /dev/shm; {gib(free)} of {gib(size)} are free there"
     )
     if free < _LEAST_SHM:
-        yield error("shm", f"{message}.", grow)
+        yield error("shm", f"{message}.", _MORE_SHM)
     elif size <= _CONTAINER_DEFAULT_SHM:
-        yield warning("shm", f"{message}, a container's default.", grow)
+        yield warning("shm", f"{message}, a container's default.", _MORE_SHM)
 
 
 def free_disk(path: Path) -> int:

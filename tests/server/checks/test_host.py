@@ -26,18 +26,17 @@ def test_shm_is_looked_at_only_for_several_processes(tmp_path: Path) -> None:
     ("size", "free", "level"),
     [(64, 63, "warning"), (64, 10, "error"), (8192, 8000, None), (8192, 10, "error")],
 )
-def test_shm_by_size(
-    monkeypatch: pytest.MonkeyPatch, size: int, free: int, level: str | None
-) -> None:
-    # A tmpfs of a given size cannot be mounted without privileges.
-    stat = os.statvfs_result((2**20, 2**20, size, free, free, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: stat)
-    found = list(host.shm_findings(4))
+def test_shm_by_size(size: int, free: int, level: str | None) -> None:
+    found = list(host.shm_room(4, size * 2**20, free * 2**20))
     assert [finding.level for finding in found] == ([level] if level else [])
     for finding in found:
         assert "4 worker processes" in finding.message
         assert f"{size}.0 MiB" in finding.message or f"{size / 1024:.2f} GiB" in finding.message
         assert "--shm-size" in finding.fix
+
+
+def test_this_machines_shm_can_be_read() -> None:
+    assert {finding.check for finding in host.shm_findings(2)} <= {"shm"}
 
 
 def test_the_filesystem_of_a_path(tmp_path: Path) -> None:
