@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any
 
 from airflow_provider_vllm.diagnosis import silent
 from airflow_provider_vllm.diagnosis.blame import STRONG, VICTIM, Blame, Suspect, blame
@@ -19,7 +19,7 @@ from airflow_provider_vllm.diagnosis.catalogue import NATIVE, RULES
 from airflow_provider_vllm.diagnosis.events import Event, events
 from airflow_provider_vllm.diagnosis.guess import guess_group
 from airflow_provider_vllm.diagnosis.logs import Record, records
-from airflow_provider_vllm.diagnosis.reader import Life, Transcript, read
+from airflow_provider_vllm.diagnosis.reader import Life, Readable, Transcript, read
 from airflow_provider_vllm.diagnosis.rule import Diagnosis
 
 CONTEXT_LINES = 3
@@ -39,7 +39,7 @@ class _Case:
 
 
 def diagnose(
-    lines: str | os.PathLike[str] | BinaryIO | Iterable[str],
+    lines: str | os.PathLike[str] | Readable | Iterable[str],
     *,
     exit_status: int | None = None,
     evidence: Mapping[str, Any] | None = None,

@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="jit_toolchain",
         group="environment",
-        pattern=r"fatal error: (?P<header>\S+\.h(?:pp)?|\S+): No such file|/usr/bin/ld: cannot find (?P<lib>\S+)|Could not find nvcc|nvcc(?:'| |\S*:).{0,40}(?:not found|No such file)|Failed to find C compiler|Ninja is required|CUDA_HOME (?:environment variable is not set|not found)|No such file or directory: '(?:[^']*/)?(?:nvcc|gcc|g\+\+|ninja|c\+\+|cc|ptxas|cl)'|gcc: (?:fatal )?error|nvcc fatal|InvalidCxxCompiler|CppCompileError|Error building extension|error: command '.*(?:gcc|nvcc|g\+\+|ninja)",
+        pattern=r"fatal error: (?P<header>\S+\.h(?:pp)?|\S+): No such file|\.(?:cu|cuh|cpp|cc|h|hpp|inc)[(:]\d+[):][\d: ]{0,8}(?:catastrophic )?error: (?P<error>[^\n]+)|/usr/bin/ld: cannot find (?P<lib>\S+)|Could not find nvcc|nvcc(?:'| |\S*:).{0,40}(?:not found|No such file)|Failed to find C compiler|Ninja is required|CUDA_HOME (?:environment variable is not set|not found)|No such file or directory: '(?:[^']*/)?(?:nvcc|gcc|g\+\+|ninja|c\+\+|cc|ptxas|cl)'|gcc: (?:fatal )?error|nvcc fatal|InvalidCxxCompiler|CppCompileError|Error building extension|error: command '.*(?:gcc|nvcc|g\+\+|ninja)",
         explanation="Code that is compiled at the start could not be built: the host's toolchain is not complete.",
         first_action="Install what the root line misses (CUDA toolkit headers, gcc, python3-dev, ninja) in the server's environment.",
         launch=False,

@@ -1,7 +1,5 @@
 """Stages and fatal lines, on lines as vLLM of several eras prints them."""
 
-# ruff: noqa: E501 (log lines stay whole)
-
 from __future__ import annotations
 
 import pytest
