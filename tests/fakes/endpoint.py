@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,7 @@ class Behaviour:
     requests: int = 0
     prompts: Counter[str] = field(default_factory=Counter)
     seen: set[str] = field(default_factory=set)
+    bodies: deque[Any] = field(default_factory=lambda: deque(maxlen=100))
     largest_pack: int = 0
     running: int = 0
     waiting: int = 0
@@ -137,6 +138,7 @@ async def _post(request: web.Request) -> web.StreamResponse:
         )
     try:
         body = json.loads(await request.read())
+        behaviour.bodies.append(body)
         _check(behaviour, body)
         return await HANDLERS[request.path](request, behaviour, body)
     except Refused as error:
