@@ -94,8 +94,8 @@ class VllmBatchOperator(Interruptible, BaseOperator):
         ]
         if len(given) != 1:
             raise InvalidInput(
-                f"VllmBatchOperator {self.task_id!r} has {' and '.join(given) or 'no server'}: give exactly one of spec (a server of its own), "
-                "server (a handle) and vllm_conn_id (somebody else's server)."
+                f"VllmBatchOperator {self.task_id!r} has {' and '.join(given) or 'no server'}: give exactly "
+                "one of spec (a server of its own), server (a handle) and vllm_conn_id (somebody else's server)."
             )
         self.spec = None if spec is None else SpecTemplate.of(spec, self)
         self.server = server
@@ -155,7 +155,8 @@ class VllmBatchOperator(Interruptible, BaseOperator):
         unknown = sorted(set(further) - set(BatchSpec.__dataclass_fields__))
         if unknown:
             raise InvalidInput(
-                f"batch has no field {', '.join(map(repr, unknown))}. Fields: {', '.join(BatchSpec.__dataclass_fields__)}."
+                f"batch has no field {', '.join(map(repr, unknown))}. "
+                f"Fields: {', '.join(BatchSpec.__dataclass_fields__)}."
             )
         return BatchSpec(
             **{

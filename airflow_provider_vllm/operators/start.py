@@ -107,6 +107,7 @@ class StartVllmServerOperator(Interruptible, BaseOperator):
     def _refuse_pods(self) -> None:
         if worker.in_kubernetes_pod(self.executor):
             raise InvalidInput(
-                "StartVllmServerOperator runs with KubernetesExecutor: the server would die with the start task's pod. "
-                "Use VllmBatchOperator(spec=...), which has the server inside its own task, or an executor with workers that stay."
+                "StartVllmServerOperator runs with KubernetesExecutor: the server would die with the start "
+                "task's pod. Use VllmBatchOperator(spec=...), which has the server inside its own task, or an "
+                "executor whose workers stay."
             )

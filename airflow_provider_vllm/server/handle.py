@@ -73,9 +73,10 @@ class ServerHandle:
         """Raises InvalidHandle when only its own host reaches the server and this is another one."""
         if not self.on_this_host and self.loopback:
             raise InvalidHandle(
-                f"The server {self.server_id} listens on {self.spec.get('host', '127.0.0.1')} of host {self.host!r}, and this "
-                f"task runs on {socket.gethostname()!r}. Give start, batch and stop a queue that only {self.host!r} serves, or set "
-                "ServerSpec.host to an address that others reach, with auth_conn_id."
+                f"The server {self.server_id} listens on {self.spec.get('host', '127.0.0.1')} of host "
+                f"{self.host!r}, and this task runs on {socket.gethostname()!r}. Give start, batch and "
+                f"stop a queue that only {self.host!r} serves, or set ServerSpec.host to an address "
+                "that others reach, with auth_conn_id."
             )
 
     def directory(self, root: StateRoot) -> GenerationDir | None:

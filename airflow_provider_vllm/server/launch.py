@@ -62,8 +62,8 @@ def launch(
             stop_generation(earlier, "superseded by a newer start")
         if spec.port and port_is_taken(spec.host, spec.port):
             raise InvalidSpec(
-                f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. Use port=0 for a free one, or end "
-                f"what listens there (`ss -ltnp 'sport = :{spec.port}'` names it)."
+                f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. "
+                f"`ss -ltnp 'sport = :{spec.port}'` names it. End it, or use port=0 for a free port."
             )
         # After the earlier starts are gone: what they held must not count as missing.
         python = check(spec, root, options)
@@ -149,8 +149,8 @@ def _start_supervisor(directory: GenerationDir, options: LaunchOptions) -> Serve
                 started.signal(9)
             tail = directory.supervisor_log.read_text(errors="replace")[-2000:]
             raise ServerError(
-                f"The supervisor of {directory.server_dir.name} did not start (exit status {process.poll()}). Its log is "
-                f"{directory.supervisor_log}:\n{tail}"
+                f"The supervisor of {directory.server_dir.name} did not start (exit status "
+                f"{process.poll()}). Its log is {directory.supervisor_log}:\n{tail}"
             )
         time.sleep(0.05)
 

@@ -100,7 +100,8 @@ def start_error(current: ServerState, message: str, log_path: str, tail: str) ->
             lines.append(f"Root line: {diagnosis['root_line']}")
         lines.append(f"Next step: {diagnosis.get('first_action')}")
     lines.append(
-        f"Exit status: {current.exit_status}, stage: {current.stage or current.state}, log on {current.host}: {log_path}"
+        f"Exit status: {current.exit_status}, stage: {current.stage or current.state}, "
+        f"log on {current.host}: {log_path}"
     )
     if tail and not diagnosis:
         lines.append("End of the log:\n" + tail)

@@ -140,8 +140,9 @@ def clean_up(directory: GenerationDir, message: str) -> ServerState | None:
         if left:
             pids = ", ".join(str(process.pid) for process in left)
             raise StopFailed(
-                f"Processes {pids} of the server {current.server_id} are still alive after SIGKILL. {directory.log_file} is "
-                "their log. They are probably stuck in the driver: look at `ps -o pid,stat,wchan -p PID` and dmesg."
+                f"Processes {pids} of the server {current.server_id} are still alive after SIGKILL. "
+                f"{directory.log_file} is their log. They are probably stuck in the driver: look at "
+                "`ps -o pid,stat,wchan -p PID` and at dmesg."
             )
         segments.remove(mapped | set(current.segments))
     if not current.settled:
@@ -195,6 +196,7 @@ def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
 def _remove_empty(root: StateRoot) -> None:
     """Remove servers' directories that hold nothing but their lock, when nobody uses them."""
     for folder in root.servers.iterdir():
-        if state.SERVER_ID.match(folder.name) and not root.generations(folder.name):
-            if time.time() - folder.stat().st_mtime > NEW_START_S:
-                shutil.rmtree(folder, ignore_errors=True)
+        if not state.SERVER_ID.match(folder.name) or root.generations(folder.name):
+            continue
+        if time.time() - folder.stat().st_mtime > NEW_START_S:
+            shutil.rmtree(folder, ignore_errors=True)
