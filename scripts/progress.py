@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -62,10 +62,14 @@ class Progress:
 
 
 class Note:
-    """How far a stage has come, as text; written by the stage, read by the ticker."""
+    """How far a stage has come; written by the stage, read by the ticker.
+
+    `text` is a string, or a function that gives one each time it is shown.
+    """
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text: str | Callable[[], str] = ""
 
     def suffix(self) -> str:
-        return f", {self.text}" if self.text else ""
+        text = self.text if isinstance(self.text, str) else self.text()
+        return f", {text}" if text else ""

@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -121,20 +121,24 @@ class PipSteps:
     def __init__(self, venv: Path) -> None:
         self._venv = venv
         self._seen = 0
-        self._text = ""
+        self._text: str | Callable[[], str] = ""
 
-    def after(self, line: str) -> str:
-        """The state after this line of pip's output."""
+    def after(self, line: str) -> str | Callable[[], str]:
+        """The state after this line of pip's output, as `Note.text` takes it."""
         if line.startswith(("Collecting ", "Requirement already satisfied: ")):
             self._seen += 1
             self._text = f"resolving, {self._seen} packages so far"
         elif match := re.match(r"\s*(?:Downloading|Using cached) (\S+?)-\d\S* \((.+)\)", line):
             self._text = f"{self._seen} packages so far, fetching {match[1]} ({match[2]})"
         elif line.startswith("Installing collected packages: "):
-            self._text = f"unpacking {line.count(',') + 1} packages"
+            total, before = line.count(",") + 1, self._installed()
+            self._text = lambda: f"unpacked {self._installed() - before} of {total} packages"
         elif line.startswith("Successfully installed"):
             self._text = ""
         return self._text
+
+    def _installed(self) -> int:
+        return len(list(self._venv.glob("lib/python3*/site-packages/*.dist-info")))
 
 
 def _digest(asked: tuple[object, ...]) -> str:
