@@ -72,14 +72,14 @@ def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath)
             raise InvalidPrompts(
                 f"{name} {text}: the directory {path.parent} does not exist; create it first"
             )
-        if not os.access(path.parent, os.W_OK | os.X_OK):
+        if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
             raise InvalidPrompts(f"{name} {text}: no permission to write in {path.parent}")
 
 
 def _same(one: Any, other: Any) -> bool:
     if is_local(one) and is_local(other):
         try:
-            return bool(os.path.samefile(one, other))
+            return bool(one.samefile(other))
         except OSError:
             return False
     return str(one) == str(other)

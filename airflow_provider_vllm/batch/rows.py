@@ -192,6 +192,8 @@ class RowMaker:
             raise RowError(
                 "invalid_row", f"{url} needs rows with columns, not {_kind(prompt)}", field
             )
+        if prompt == "":
+            raise RowError("invalid_prompt", f"{field} is empty", field)
         if url == CHAT and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         elif not isinstance(prompt, (str, list)):

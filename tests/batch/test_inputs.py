@@ -1,0 +1,144 @@
+"""Input formats: what each becomes, as a stream, from one file, several, or a glob."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.sources import find_sources, local_path, measure, records
+from airflow_provider_vllm.batch.spec import BatchSpec
+from tests.batch.helpers import batch_row, write_rows
+
+THREE = b'{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
+
+
+def prompts(spec: BatchSpec) -> list[str]:
+    """What each row asks, after checking that the count made before agrees."""
+    import orjson
+
+    sources = find_sources(spec, local_path)
+    rows = list(RowMaker(spec, "m").rows(records(spec, sources)))
+    assert measure(spec, sources).rows == len(rows)
+    assert [row.number for row in rows] == list(range(len(rows)))
+    bodies = [orjson.loads(row.body) for row in rows if isinstance(row, Row)]
+    return [body["messages"][-1]["content"] for body in bodies]
+
+
+def spec(*paths: Any, **more: Any) -> BatchSpec:
+    return BatchSpec(input_path=[str(path) for path in paths], output_path="out.jsonl", **more)
+
+
+def test_jsonl_text_csv_and_parquet_say_the_same(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "a.jsonl").write_bytes(THREE)
+    (tmp_path / "b.txt").write_text("a\nb\nc\n")
+    (tmp_path / "c.csv").write_text("label,prompt\n1,a\n2,b\n3,c\n")
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"]}), tmp_path / "d.parquet")
+    (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(THREE))
+    (tmp_path / "f.csv.gz").write_bytes(gzip.compress(b"prompt\na\nb\nc\n"))
+    for path in sorted(tmp_path.iterdir()):
+        assert prompts(spec(path)) == ["a", "b", "c"], path.name
+
+
+def test_several_files_and_globs_keep_their_order(tmp_path: Path) -> None:
+    for index in range(12):
+        (tmp_path / f"part-{index:02d}.txt").write_text(f"p{index}\nq{index}\n")
+    expected = [f"{letter}{index}" for index in range(12) for letter in "pq"]
+    assert prompts(spec(tmp_path / "part-*.txt")) == expected
+    assert prompts(spec(tmp_path / "part-01.txt", tmp_path / "part-00.txt"))[:2] == ["p1", "q1"]
+    deep = tmp_path / "deep" / "er"
+    deep.mkdir(parents=True)
+    (deep / "part-99.txt").write_text("far\n")
+    assert prompts(spec(tmp_path / "**" / "part-99.txt")) == ["far"]
+    (tmp_path / "odd[1].txt").write_text("literal\n")
+    assert prompts(spec(tmp_path / "odd[1].txt")) == ["literal"]
+
+
+def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text('\ufeffprompt,label\n"two\nlines, one ""quoted""",x\nplain,y\n', newline="")
+    assert prompts(spec(path)) == ['two\nlines, one "quoted"', "plain"]
+
+
+def test_templates_and_prompt_columns(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("title,body\nA,alpha\nB,beta\n")
+    filled = prompts(spec(path, prompt_template="{{{title}}}: {body:>6}"))
+    assert filled == ["{A}:  alpha", "{B}:   beta"]
+    assert prompts(spec(path, prompt_column="body")) == ["alpha", "beta"]
+
+
+def test_a_template_meets_a_row_without_the_column(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [{"a": 1}, {"b": 2}, {"a": None}])
+    rows = RowMaker(spec(path, prompt_template="{a}"), "m").rows(
+        records(spec(path), find_sources(spec(path), local_path))
+    )
+    assert [getattr(row, "code", "") for row in rows] == ["", "missing_column", "null_prompt"]
+
+
+def test_parameters_in_columns(tmp_path: Path) -> None:
+    import orjson
+
+    path = tmp_path / "in.csv"
+    path.write_text("prompt,temperature,max_tokens\na,0.5,8\nb,,\n")
+    one = spec(path, param_columns=["temperature", "max_tokens"], params={"max_tokens": 99})
+    rows = list(RowMaker(one, "m").rows(records(one, find_sources(one, local_path))))
+    bodies = [orjson.loads(row.body) for row in rows if isinstance(row, Row)]
+    assert (bodies[0]["temperature"], bodies[0]["max_tokens"]) == (0.5, 8)
+
+
+def test_keys_follow_what_is_sent_and_nothing_else() -> None:
+    def keys(rows: list[Any], **more: Any) -> list[bytes]:
+        made = RowMaker(BatchSpec(prompts=rows, **more), "m").rows(
+            records(BatchSpec(prompts=rows, **more), ())
+        )
+        return [row.key for row in made if isinstance(row, Row)]
+
+    plain = [{"prompt": "a"}, {"prompt": "a"}]
+    first, second = keys(plain)
+    assert first != second  # two samples of one prompt are two rows
+    assert keys([{"prompt": "a", "label": 5}, {"prompt": "a"}]) == [first, second]
+    assert keys(plain, params={"temperature": 1}) != [first, second]
+    assert keys(plain, model="other") != [first, second]
+    named = keys([batch_row("x", "a"), batch_row("y", "a")])
+    assert keys([batch_row("y", "a"), batch_row("x", "a")]) == named[::-1]
+
+
+def test_a_shard_numbers_its_rows_as_the_whole_does() -> None:
+    whole = BatchSpec(prompts=["a", "b", "c"])
+    shard = BatchSpec(prompts=["c"], row_offset=2)
+    rows = [list(RowMaker(one, "m").rows(records(one, ()))) for one in (whole, shard)]
+    assert rows[0][2].custom_id == rows[1][0].custom_id == "row-3"
+    assert rows[0][2].key == rows[1][0].key
+
+
+def test_a_long_line_is_never_held(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "a"}\n{"prompt": "')
+        for _ in range(64):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"prompt": "b"}\n')
+    one = spec(path, max_row_bytes=4096)
+    tracemalloc.start()
+    rows = list(RowMaker(one, "m").rows(records(one, find_sources(one, local_path))))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [type(row) for row in rows] == [Row, BadRow, Row]
+    assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("format", ["jsonl", "text"])
+def test_the_format_may_be_named(tmp_path: Path, format: str) -> None:
+    path = tmp_path / "no-suffix"
+    path.write_text('"a"\n')
+    assert prompts(spec(path, input_format=format)) == ["a" if format == "jsonl" else '"a"']
