@@ -54,7 +54,7 @@ class StartFailed(ServerError):
 
     `exit_status` is vLLM's own (None while it still runs), `stage` the last stage of the start
     that its log showed, `log_path` the file on the worker, `diagnosis` the JSON form of the
-    Diagnosis (None where none could be made).
+    Diagnosis (None where none could be made), `report` its full text.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class StartFailed(ServerError):
         stage: str | None = None,
         log_path: str | None = None,
         diagnosis: dict | None = None,
+        report: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.report = report
         self.exit_status = exit_status
         self.stage = stage
         self.log_path = log_path
@@ -74,10 +76,13 @@ class StartFailed(ServerError):
 
 
 class ServerLost(ServerError):
-    """A server that was ready is gone or frozen; `diagnosis` as in StartFailed."""
+    """A server that was ready is gone or frozen; `diagnosis` and `report` as in StartFailed."""
 
-    def __init__(self, message: str, *, diagnosis: dict | None = None) -> None:
+    def __init__(
+        self, message: str, *, diagnosis: dict | None = None, report: str | None = None
+    ) -> None:
         super().__init__(message)
+        self.report = report
         self.diagnosis = diagnosis
 
 

@@ -18,6 +18,7 @@ from airflow_provider_vllm.exceptions import (
 )
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
+from airflow_provider_vllm.operators.publish import publish
 from airflow_provider_vllm.operators.spec_template import SpecTemplate
 from airflow_provider_vllm.policies.retry import VllmRetryPolicy
 from airflow_provider_vllm.spec import ServerSpec
@@ -128,8 +129,7 @@ class VllmBatchOperator(Interruptible, BaseOperator):
         except NoFreeGpu as exc:
             reschedule(exc, self._server_spec(), context, self.log)
         except (StartFailed, ServerLost) as exc:
-            if exc.diagnosis:
-                context["ti"].xcom_push(key="diagnosis", value=exc.diagnosis)
+            publish(exc, context, self.log)
             raise
         except BatchFailed as exc:
             if exc.manifest:

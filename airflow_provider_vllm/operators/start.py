@@ -11,6 +11,7 @@ from airflow_provider_vllm import worker
 from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu, StartFailed
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
+from airflow_provider_vllm.operators.publish import publish
 from airflow_provider_vllm.operators.spec_template import SpecTemplate
 from airflow_provider_vllm.policies.retry import VllmRetryPolicy
 from airflow_provider_vllm.spec import ServerSpec
@@ -64,8 +65,7 @@ class StartVllmServerOperator(Interruptible, BaseOperator):
         except NoFreeGpu as exc:
             reschedule(exc, spec, context, self.log)
         except StartFailed as exc:
-            if exc.diagnosis:
-                context["ti"].xcom_push(key="diagnosis", value=exc.diagnosis)
+            publish(exc, context, self.log)
             raise
 
     def _start(self, spec: ServerSpec, context: Context) -> ServerHandle:

@@ -63,5 +63,20 @@ def delay_for(diagnosis: Mapping[str, Any], try_number: int) -> timedelta | None
     return min(base * 2 ** max(0, try_number - 1), timedelta(hours=1))
 
 
-_DELAYS: dict[str, timedelta] = {}
-_GROUP_DELAYS: dict[str, timedelta] = {}
+# First delay by cause, doubled with each try. What holds GPU memory or a hub's quota needs minutes to
+# go away; a port or a crashed process is free again at once.
+_DELAYS = {
+    "port_in_use": timedelta(seconds=5),
+    "profiling_disturbed": timedelta(seconds=30),
+    "free_memory_below_requested": timedelta(minutes=2),
+    "cuda_oom": timedelta(minutes=2),
+    "cuda_oom_kv_cache": timedelta(minutes=2),
+    "ray_gpu_placement": timedelta(minutes=2),
+    "hub_unreachable": timedelta(minutes=1),
+    "rate_limited": timedelta(minutes=5),
+}
+_GROUP_DELAYS = {
+    "dead_process": timedelta(seconds=15),
+    "communication": timedelta(seconds=30),
+    "kernel_hardware": timedelta(minutes=1),
+}

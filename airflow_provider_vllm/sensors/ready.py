@@ -11,6 +11,7 @@ from airflow.providers.common.compat.sdk import BaseSensorOperator, PokeReturnVa
 
 from airflow_provider_vllm import worker
 from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable, StartFailed
+from airflow_provider_vllm.operators.publish import publish
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -66,8 +67,8 @@ class VllmServerReadySensor(BaseSensorOperator):
             return False
         if outcome.verdict == readiness.HAS_FAILED:
             error = readiness.start_error(current, outcome.message, log_path, "")
-            if isinstance(error, StartFailed) and error.diagnosis:
-                context["ti"].xcom_push(key="diagnosis", value=error.diagnosis)
+            if isinstance(error, StartFailed):
+                publish(error, context, self.log)
             raise error
         done = {**handle.to_json(), "base_url": current.base_url}
         return PokeReturnValue(is_done=True, xcom_value=done)

@@ -12,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.exceptions import (
@@ -306,13 +305,13 @@ def _lost(running: Running | None, reason: str) -> ServerLost:
         return ServerLost(f"The server was lost: {reason}.")
     _settle(running, reason)
     current = running.directory.read()
-    diagnosis: dict[str, Any] | None = None
-    text = reason
-    if current and current.state in state.ENDED_STATES:
-        error = failure(running.directory, current, f"{current.message}; {reason}")
-        text = str(error)
-        diagnosis = error.diagnosis if isinstance(error, StartFailed) else None
-    return ServerLost(f"The server was lost. {text}", diagnosis=diagnosis)
+    if current is None or current.state not in state.ENDED_STATES:
+        return ServerLost(f"The server was lost: {reason}.")
+    error = failure(running.directory, current, f"{current.message}; {reason}")
+    text = str(error).replace("vLLM did not become ready", "The server was lost", 1)
+    if isinstance(error, StartFailed):
+        return ServerLost(text, diagnosis=error.diagnosis, report=error.report)
+    return ServerLost(text)
 
 
 def _wait_for(look: Callable[[], Endpoint], patience: float, reason: str) -> Endpoint:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from airflow_provider_vllm.diagnosis.rule import Diagnosis
 from airflow_provider_vllm.exceptions import NoFreeGpu, ServerError, StartFailed
 from airflow_provider_vllm.server import state
 from airflow_provider_vllm.server.state import ServerState
@@ -94,21 +95,20 @@ def start_error(current: ServerState, message: str, log_path: str, tail: str) ->
         return NoFreeGpu(message)
     lines = [f"vLLM did not become ready: {message}."]
     diagnosis = dict(current.diagnosis) if current.diagnosis else None
-    if diagnosis:
-        lines.append(f"Cause: {diagnosis.get('explanation')}")
-        if diagnosis.get("root_line"):
-            lines.append(f"Root line: {diagnosis['root_line']}")
-        lines.append(f"Next step: {diagnosis.get('first_action')}")
     lines.append(
         f"Exit status: {current.exit_status}, stage: {current.stage or current.state}, "
         f"log on {current.host}: {log_path}"
     )
-    if tail and not diagnosis:
-        lines.append("End of the log:\n" + tail)
+    if tail:
+        lines.append(f"End of the log:\n{tail}")
+    if diagnosis:
+        # Last, since the end of the task's log is what people read.
+        lines.append(Diagnosis.from_json(diagnosis).short())
     return StartFailed(
         "\n".join(lines),
         exit_status=current.exit_status,
         stage=current.stage,
         log_path=log_path,
         diagnosis=diagnosis,
+        report=current.report,
     )

@@ -7,13 +7,19 @@ exception of a signal handler included, ends the server that was being started.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from airflow_provider_vllm.exceptions import ServerError, StartFailed
+from airflow_provider_vllm.environment import allowed
+from airflow_provider_vllm.server import hub
+from airflow_provider_vllm.server.checks.model import hub_cache
+from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.control import ControlClient, token_for
 from airflow_provider_vllm.server.handle import ServerHandle
+from airflow_provider_vllm.server.interpreter import require_vllm
 from airflow_provider_vllm.server.launch import LaunchOptions, handle_of, launch, resolve
 from airflow_provider_vllm.server.readiness import start_error, wait_until_ready
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot
@@ -23,7 +29,7 @@ from airflow_provider_vllm.spec import ServerSpec
 BACK_OFF_S = 5.0
 # The supervisor enforces startup_timeout itself; beyond this much more it is not to be trusted.
 MARGIN_S = 60.0
-TAIL_BYTES = 4000
+TAIL_BYTES = 1500
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ def start_once(
     on_launch: Callable[[ServerHandle, GenerationDir], None] = lambda handle, directory: None,
 ) -> Running:
     """One attempt. Raises StartFailed, NoFreeGpu, InvalidSpec, PreflightFailed."""
+    fetch_model(spec, root, options, report=report)
     handle = launch(spec, server_id, root, options)
     directory = handle.directory(root)
     if directory is None:
@@ -116,6 +123,32 @@ def start_once(
     except BaseException:
         stop_generation(directory, "its start did not succeed")
         raise
+
+
+def fetch_model(
+    spec: ServerSpec, root: StateRoot, options: LaunchOptions, *, report: Callable[[str], None]
+) -> None:
+    """Download a hub model that the cache lacks, once for all tasks of this host that ask for it.
+
+    Before the launch, so that no GPU waits for it. Raises DownloadFailed.
+    """
+    environ = {**allowed(os.environ), **spec.env}
+    if options.hf_token:
+        environ["HF_TOKEN"] = options.hf_token
+    if spec.command or not hub.needs_download(spec.model, spec.engine_args, environ):
+        return
+    args = Options.of(spec.engine_args)
+    hub.download_once(
+        spec.model,
+        cache_dir=hub_cache(args, environ),
+        lock_dir=root.locks,
+        environ=environ,
+        python=require_vllm(spec.python or options.python).path,
+        revision=str(args.get("revision") or "main"),
+        load_format=str(args.get("load_format") or "auto"),
+        on_progress=lambda progress: report(str(progress)),
+        timeout_s=spec.startup_timeout,
+    )
 
 
 def wait(

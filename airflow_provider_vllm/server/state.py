@@ -45,6 +45,7 @@ class ServerState:
     """What the supervisor says of its server. Times are seconds since the epoch.
 
     `settled` turns true when an ended server's tree is gone and its diagnosis is written.
+    `diagnosis` is its JSON form, `report` the full text of it.
     `reason` is a short code for why it ended (`exit`, `timeout`, `no_gpu`, `preflight`, `port_taken`, `idle`,
     `max_lifetime`, `owner_gone`, `asked`, `guard_gone`, `engine_dead`, `crash`); `message` says it in a sentence.
     """
@@ -78,6 +79,7 @@ class ServerState:
     reason: str | None = None
     message: str | None = None
     diagnosis: Mapping[str, Any] | None = None
+    report: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -206,8 +206,8 @@ class Supervisor:
         try:
             from airflow_provider_vllm.server.postmortem import examine
 
-            found = await asyncio.to_thread(examine, self.dir, self.order, self.record.state)
-            self.record.write(diagnosis=found)
+            found, text = await asyncio.to_thread(examine, self.dir, self.order, self.record.state)
+            self.record.write(diagnosis=found.to_json(), report=text)
         except Exception:
             log.exception("the failure could not be diagnosed")
 

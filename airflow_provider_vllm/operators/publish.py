@@ -1,0 +1,16 @@
+"""Where a diagnosis goes when a task fails: the task's log in full, XCom key `diagnosis` as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from airflow_provider_vllm.exceptions import ServerLost, StartFailed
+
+
+def publish(error: StartFailed | ServerLost, context: Mapping[str, Any], log: Any) -> None:
+    """To be called before the error is raised on: its message ends the log, in short form."""
+    if error.report:
+        log.error("Diagnosis of the server's failure:\n%s", error.report)
+    if error.diagnosis:
+        context["ti"].xcom_push(key="diagnosis", value=error.diagnosis)
