@@ -25,6 +25,9 @@ NATIVE_GOES_ON = 40
 """So many ordinary lines after a native message show that it was harmless."""
 STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
 
+SURE = 0.9
+"""A rule of this confidence may speak for a chain from a later exception than the first."""
+
 _INTERRUPT = re.compile(r"^KeyboardInterrupt\b")
 
 
@@ -99,9 +102,22 @@ def _chains(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _speaker(chain: Sequence[Event], rules: Sequence[Rule]) -> Suspect:
-    """Who speaks for a chain: the first that a rule knows, else the first that was raised."""
+    """Who speaks for a chain: the exception that was raised first.
+
+    Unless it says nothing by itself and a later one says what a rule is sure of. A rule that knows
+    only a later one still names the cause.
+    """
     known = [(event, *_known(event, rules)) for event in chain]
-    event, rule, match = next((entry for entry in known if entry[1] is not None), known[0])
+    event, rule, match = known[0]
+    sure = rule is not None and rule.confidence >= SURE
+    for later, its_rule, its_match in known[1:]:
+        if its_rule is None or sure:
+            continue
+        if its_rule.confidence >= SURE or ": " not in event.first_line:
+            event, rule, match = later, its_rule, its_match
+            break
+        if rule is None:
+            rule = its_rule
     return Suspect(_at_match(event, match), rule, match, _strength(event, rule))
 
 
@@ -140,6 +156,8 @@ def _supported(suspect: Suspect, others: Sequence[Suspect]) -> bool:
 def _strength(event: Event, rule: Rule | None) -> int:
     if rule is not None:
         return VICTIM if rule.victim else STRONG
+    if event.bare:
+        return LOGGED
     return STRONG if event.kind == "exception" else LOGGED
 
 

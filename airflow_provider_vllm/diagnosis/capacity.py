@@ -186,6 +186,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="cuda_oom_compile",
+        group="capacity",
+        pattern=rf"autotuning code block: (?:CUDA|HIP) out of memory|InductorError: OutOfMemoryError|(?:{_OOM}){_TRIED}",
+        frames=r"_inductor/\S*(?:autotune|select_algorithm|codegen|compile_fx|graph\.py|benchmark)|autotune_process",
+        explanation="The GPU ran out of memory while torch.compile tried kernels out.",
+        first_action="Lower gpu_memory_utilization by 0.05 (or start with enforce_eager).",
+        launch=False,
+        request=None,
+        examples=(
+            "(EngineCore pid=7) ERROR 10-01 09:56:05 [core.py:1108] Traceback (most recent call last):\n"
+            '(EngineCore pid=7) ERROR 10-01 09:56:05 [core.py:1108]   File "torch/_inductor/codegen/wrapper.py", line 1700, in generate_and_run_autotune_block\n'
+            "(EngineCore pid=7) ERROR 10-01 09:56:05 [core.py:1108] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB. GPU 0 has a total capacity of 15.70 GiB of which 600.00 MiB is free.",
+        ),
+    ),
+    Rule(
         id="cuda_oom_graph_capture",
         group="capacity",
         pattern=rf"(?:{_OOM}){_TRIED}",

@@ -68,6 +68,26 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="nccl_warning",
+        group="communication",
+        pattern=r"NCCL WARN (?!NET/Plugin|Plugin|MSCCL|NUMA|Linux kernel|Missing|ras/|NCCL_\w+ set)(?P<what>\S[^\n]*)",
+        explanation="NCCL, which connects the GPUs, failed: {what}.",
+        first_action="Look up what this line names on this host (driver, topology, network), before anything in vLLM.",
+        launch=True,
+        request=None,
+        needs=r"NCCL error|DistBackendError",
+        native=True,
+        confidence=0.8,
+        examples=(
+            "host:301:301 [0] misc/nvmlwrap.cc:187 NCCL WARN nvmlDeviceGetHandleByPciBusId() failed: Not Found\n"
+            "(Worker_TP0 pid=301) ERROR 10-02 03:24:44 [multiproc_executor.py:581] RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        ),
+        near_misses=(
+            "host:301:301 [0] misc/nvmlwrap.cc:187 NCCL WARN something odd\n"
+            "(Worker_TP0 pid=301) ERROR 10-02 03:24:44 [multiproc_executor.py:581] ValueError: No available memory for the cache blocks.",
+        ),
+    ),
+    Rule(
         id="nccl_collective_timeout",
         group="communication",
         pattern=r"Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out|collective operation timeout: WorkNCCL",

@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="native_crash",
         group="dead_process",
-        pattern=r"\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL)\b.* received|Fatal Python error: (?P<what>Segmentation fault|Aborted|Bus error|Illegal instruction)|^(?:free\(\): |malloc\(\): |double free or corruption|munmap_chunk\(\)|corrupted (?:size|double)|\*\*\* stack smashing)|terminate called (?:after throwing|without an active)|Segmentation fault \(core dumped\)|!!!!!!! Segfault encountered|Memory access fault by GPU node|Bus error \(core dumped\)|Caught signal 11|Aborted \(core dumped\)|Illegal instruction \(core dumped\)",
+        pattern=r"\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL)\b.* received|Fatal Python error: (?P<what>Segmentation fault|Aborted|Bus error|Illegal instruction)|^(?:free\(\): |malloc\(\): |double free or corruption|munmap_chunk\(\)|corrupted (?:size|double)|\*\*\* stack smashing)|terminate called (?:after throwing|without an active)|Segmentation fault \(core dumped\)|!!!!!!! Segfault encountered|Bus error \(core dumped\)|Caught signal 11|Aborted \(core dumped\)|Illegal instruction \(core dumped\)",
         explanation="Native code crashed a process (segmentation fault, abort or corrupted heap).",
         first_action="Read the frames under this line: the first library that is not Python's names the owner; then start once with enforce_eager.",
         launch=True,

@@ -138,10 +138,10 @@ def _came_to_a_bad_end(case: _Case) -> bool:
 
 def _named(case: _Case, suspect: Suspect) -> Diagnosis:
     rule, match, event = suspect.rule, suspect.match, suspect.event
-    if rule is None or match is None:
+    if rule is None:
         return _at(case, _unrecognised(case, suspect), event)
-    values = {key: value for key, value in match.groupdict().items() if value is not None}
-    remedy = rule.remedy(match, case.blame.messages) if rule.remedy else None
+    values = {} if match is None else {k: v for k, v in match.groupdict().items() if v is not None}
+    remedy = rule.remedy(match, case.blame.messages) if rule.remedy and match else None
     confidence = rule.confidence if suspect.strength == STRONG else min(rule.confidence, 0.7)
     diagnosis = Diagnosis(
         verdict="failed",

@@ -14,17 +14,19 @@ from airflow_provider_vllm.diagnosis.logs import Record, depth_of
 from airflow_provider_vllm.diagnosis.wrappers import is_wrapper
 
 MESSAGE_LINES = 14
+STRANGE_LINES = 40
 
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\)(?P<colon>:?)\s*$")
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):?[\s─╮]*$")
 _CHAINED = re.compile(
     r"The above exception was the direct cause of|During handling of the above exception"
 )
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line \d+(?:, in (?P<name>.+))?')
-_NAMED = (
-    r"(?:[A-Za-z_]\w*\.)*(?:_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Died|NotFound"
-    r"|Failed|Group|Warning|Unsupported)|_?[A-Z]\w+(?=: )|gaierror|timeout)"
+# The line that ends a traceback: a dotted name that is an exception's by its end, or by its colon.
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*(?:_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Died|Failed"
+    r"|NotFound|Group|Warning|Unsupported|Iteration)\b|_?[A-Z]\w*(?=: )|gaierror\b|timeout\b)"
+    r"|^(?:[a-z_]\w*\.)+_?[A-Z]\w*$"
 )
-_EXCEPTION = re.compile(rf"^{_NAMED}\b")
 # An exception that stands alone, as in a log of which only the end was kept.
 _BARE = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Failed)|gaierror)(?:: |:?$)"
@@ -55,7 +57,8 @@ class Event:
     `kind`: "exception", "logged" (a logger's error without traceback) or "native" (printed by code
     that is not Python). `message` is its text with the lines that go on with it, `frames` are
     "path:function" from the outermost to the innermost, `header` is what was logged before the
-    traceback, `link` its place in a chain of exceptions: 0 for the first one that was raised.
+    traceback, `link` its place in a chain of exceptions: 0 for the first one that was raised. A `bare`
+    exception stands without any traceback.
     """
 
     kind: str
@@ -66,7 +69,7 @@ class Event:
     header: str = ""
     link: int = 0
     chain: int = 0
-    followed: bool = False
+    bare: bool = False
     lines: list[Record] = field(default_factory=list)
 
     @property
@@ -93,9 +96,8 @@ class _Stream:
         self.header: Record | None = None
         self.owner: str | None = None
         self.frames: list[str] = []
-        self.after_file = False
+        self.strange = 0
         self.indent = 0
-        self.notebook = False
         self.headless = False
         self.event: Event | None = None
         self.logged: Event | None = None
@@ -135,9 +137,8 @@ class _Parser:
             if before:
                 stream.header = replace(record, text=before)
             stream.event = None
-        stream.state, stream.frames, stream.after_file = "frames", [], False
+        stream.state, stream.frames, stream.strange = "frames", [], 0
         stream.indent = len(text) - len(text.lstrip()) if opened else 0
-        stream.notebook = opened is not None and not opened["colon"]
         stream.headless = opened is None
 
     def _frame(self, stream: _Stream, record: Record, text: str) -> None:
@@ -147,22 +148,17 @@ class _Parser:
         if found:
             path = "/".join(re.split(r"[/\\]", found["path"])[-3:])
             stream.frames.append(f"{path}:{(found['name'] or '').strip()}")
-            stream.after_file = True
+            stream.strange = 0
             return
         if not text or text[0].isspace() or text.startswith("[Previous line"):
-            stream.after_file = False
             return
-        exception = _EXCEPTION.match(text)
-        if _MARKERS.match(text) or ((stream.after_file or stream.notebook) and not exception):
-            stream.after_file = False
+        if _EXCEPTION.match(text):
+            self._exception(stream, record, text)
             return
-        if record.level is None and _BREAK.match(text):
-            return
-        if stream.headless and not exception:
+        stream.strange += 1  # a source line without its indent, or another program's line
+        if stream.strange > STRANGE_LINES or (stream.headless and not _MARKERS.match(text)):
             self._close(stream)
             self._idle(stream, record, text)
-            return
-        self._exception(stream, record, text)
 
     def _exception(self, stream: _Stream, record: Record, text: str) -> None:
         header = stream.header.text if stream.header else ""
@@ -187,7 +183,6 @@ class _Parser:
             stream.state = "idle"
             return
         if _CHAINED.search(text):
-            event.followed = True
             stream.state = "chained"
             return
         if _FRAME.match(text):  # Ray prints the remote traceback after the local exception's name
@@ -233,6 +228,8 @@ class _Parser:
         stream.chain, stream.link, stream.frames = self.chains, 0, []
         stream.header = None
         self._exception(stream, record, text)
+        if stream.event is not None:
+            stream.event.bare = True
 
     def _logged(self, stream: _Stream, record: Record, text: str) -> None:
         last = stream.logged

@@ -8,7 +8,10 @@ from airflow_provider_vllm.diagnosis.events import Event
 
 _PLACES = (
     ("network_auth", r"huggingface_hub/|requests/|urllib3/|httpx/|modelscope/hub"),
-    ("communication", r"distributed/|pynccl|shm_broadcast|kv_transfer/|gloo|torch/distributed"),
+    (
+        "communication",
+        r"vllm/distributed/|torch/distributed/|device_communicators/|kv_transfer/|kv_connector/",
+    ),
     (
         "kernel_hardware",
         r"_custom_ops\.py|triton/|flashinfer/|flash_attn|attention/backends|cutlass|/kernels/"

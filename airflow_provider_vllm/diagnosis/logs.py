@@ -41,6 +41,7 @@ _SOURCES = {
     "model_runner.py": "Worker",
     "multiproc_executor.py": "EngineCore",
 }
+_FRAME = re.compile(r'  File "[^"]+", line \d+|Traceback \(most recent call last\)')
 _REPEATED = re.compile(r"\s*\x1b?(?:\[\d+m)?\[repeated \d+x across[^\]]*\](?:\x1b?\[0m)?\s*$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|(?<![\w\]])\[(?:0|1|3[0-7]|36|1;36|0;36)m")
 _BOX = re.compile(r"^\s*[│┃|]\s(?P<body>.*?)\s*[│┃]?\s*$")
@@ -144,6 +145,9 @@ def _common_prefix(texts: Iterable[tuple[str, str]]) -> re.Pattern[str] | None:
     anchored = 0
     for _, text in texts:
         anchor = anchor_of(text)
+        if anchor is None:
+            frame = _FRAME.search(text, 0, 200)
+            anchor = frame.start() if frame else None
         if anchor is None:
             continue
         anchored += 1

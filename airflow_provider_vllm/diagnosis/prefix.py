@@ -22,6 +22,8 @@ FOREIGN = re.compile(
       | (?:\d{4}\s)?[A-Z][a-z]{2}\s{1,2}\d{1,2}\s\d\d:\d\d:\d\d\s\S{1,80}\s
         [\w.@/-]{1,60}(?:\[\d+\])?:\s   # journald: "Apr  3 17:38:57 host unit[pid]: "
       | \[[A-Za-z]+-\d+\]\s   # "[Stage-0] "
+      | \[(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]\s   # Python's logging in a usual form
+      | \[\w+\.py:\d+\]\s   # the rest of a cut logger prefix
     )""",
     re.VERBOSE,
 )

@@ -82,6 +82,11 @@ _STATS = re.compile(
     r"(?P<generation>[\d.]+) tokens/s, Running: (?P<running>\d+) reqs"
     r".*?(?:Waiting|Pending): (?P<waiting>\d+) reqs.*?KV cache usage: (?P<usage>[\d.]+)%"
 )
+# Only a server that serves says these.
+_AT_WORK = re.compile(
+    r"ERROR: +Exception in ASGI application|Error in (?:\w*completion|preprocessing prompt"
+    r"|applying chat|extracting tool|reasoning)|stream generator"
+)
 _SERVED = re.compile(r'"POST /(?!.*load_lora)[^"]*" 200')
 
 
@@ -197,6 +202,8 @@ class Life:
         if self.fatal is None and is_fatal(line):
             self.fatal = number
             self.crisis = list(self.tail)[-CRISIS_LINES:]
+        if self.first_answer is None and _AT_WORK.search(line):
+            self.first_answer = number
         if "Traceback" in line or ": error: " in line:
             self.troubled = True
         if self.orderly is None and _ORDERLY.search(line):
