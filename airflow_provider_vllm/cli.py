@@ -112,9 +112,9 @@ def stop(args: argparse.Namespace) -> None:
 
 
 def diagnose(args: argparse.Namespace) -> None:
-    from airflow_provider_vllm.diagnosis import command
+    from airflow_provider_vllm.diagnosis.command import run
 
-    sys.exit(command.run(args))
+    sys.exit(run(args))
 
 
 def _diagnose_args() -> Sequence[Arg]:
@@ -126,6 +126,7 @@ def _diagnose_args() -> Sequence[Arg]:
             type=int,
             metavar="N",
         ),
+        Arg(("--evidence",), help="evidence.json of the server's directory", metavar="FILE"),
         Arg(("--json",), help="the diagnosis as JSON", action="store_true"),
     )
 
