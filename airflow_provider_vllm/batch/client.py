@@ -109,8 +109,12 @@ class Client:
         for curl, number, message in failed:
             remove(curl)
             curl.chunks.clear()
-            if number == TIMED_OUT and not curl.getinfo(pycurl.REQUEST_SIZE):
-                number = pycurl.E_COULDNT_CONNECT  # timed out before anything was sent
+            # libcurl sends again by itself when a kept connection was dead: what it says of the last
+            # attempt is not what the server has seen.
+            if (number == TIMED_OUT) and not curl.getinfo(pycurl.REQUEST_SIZE):
+                number = pycurl.E_COULDNT_CONNECT
+            elif number in REFUSED and curl.getinfo(pycurl.REQUEST_SIZE):
+                number = pycurl.E_GOT_NOTHING
             others.append(Reply(tag_of(curl), 0, b"", number, message, 0.0))
             free(curl)
         return good, others

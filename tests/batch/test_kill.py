@@ -1,0 +1,380 @@
+"""The kill matrix: whatever dies, no row is lost or doubled, and the results are those of a quiet run.
+
+The default run has a few cells of each kind, `full` the whole matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import BatchFailed
+from tests.batch.helpers import (
+    ForeignLink,
+    OwnLink,
+    batch_row,
+    read_rows,
+    run,
+    start_child,
+    until,
+    write_rows,
+)
+from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
+from tests.fakes.proxy import CuttingProxy
+
+ROWS = 600
+
+
+def rows(count: int = ROWS) -> list[Any]:
+    """Mostly good rows, a refused one and a broken one among them."""
+    made: list[Any] = [batch_row(f"id-{index}", f"prompt {index}") for index in range(count)]
+    made[7] = batch_row("id-7", "[[status 400]] no")
+    made[count // 2] = b"{broken\n"
+    return made
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The output files of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("quiet")
+    with ThreadedEndpoint(Behaviour()) as server:
+        run(spec_of(folder), ForeignLink(server.base_url), folder)
+    return outputs(folder)
+
+
+def arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    source = folder / "in.jsonl"
+    if not source.exists():
+        write_rows(source, rows())
+    given = {"concurrency": 16, "pack": 1, "progress_interval": 0.5, "journal_sync": 0.2, **more}
+    return {"input_path": str(source), "output_path": str(folder / "out.jsonl"), **given}
+
+
+def spec_of(folder: Path, **more: Any) -> BatchSpec:
+    return BatchSpec(**arguments(folder, **more))
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    """Results and errors; the errors without the folder that they name."""
+    errors = (folder / "out.errors.jsonl").read_bytes().replace(str(folder).encode(), b"FOLDER")
+    return {"results": (folder / "out.jsonl").read_bytes(), "errors": errors}
+
+
+def check(folder: Path, quiet: dict[str, bytes]) -> None:
+    manifest = json.loads((folder / "out.jsonl.manifest.json").read_text())
+    assert manifest["outcomes"] == {"invalid_input": 1, "ok": ROWS - 2, "rejected": 1}
+    assert manifest["rows"] == sum(manifest["outcomes"].values()) == ROWS
+    assert outputs(folder) == quiet
+    assert not list(folder.glob("*.part")) + list(folder.glob(".*.part"))
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@contextmanager
+def killed_at(process: subprocess.Popen[str], sign: int = signal.SIGKILL) -> Iterator[None]:
+    """The block waits for the moment; the process gets the signal at its end."""
+    try:
+        yield
+    finally:
+        process.send_signal(sign)
+
+
+# The task.
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 10))]
+)
+def test_sigkill_of_the_task_at_random_moments(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes], seed: int
+) -> None:
+    server.behaviour.latency = 0.01
+    chance = random.Random(seed)
+    moments = sorted(chance.sample(range(20, ROWS - 60), 3))
+    for moment in moments:
+        process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+        with killed_at(process):
+            until(lambda moment=moment: server.behaviour.prompts.total() >= moment)  # type: ignore[misc]
+        assert finish(process)[0] == -signal.SIGKILL
+        assert not (tmp_path / "out.jsonl").exists()
+    status, out, err = finish(
+        start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+    )
+    assert status == 0, err
+    check(tmp_path, quiet)
+    # Not one answered row was asked again: only what was in flight at a kill, at most 16 rows each time.
+    asked = server.behaviour.prompts.total()
+    assert asked <= ROWS - 1 + 3 * 17
+    assert json.loads(out)["reused"] >= moments[-1] - 3 * 17
+
+
+def test_a_signal_handler_that_raises_unwinds_at_once(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    server.behaviour.latency = 0.01
+    process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+    with killed_at(process, signal.SIGUSR1):
+        until(lambda: server.behaviour.prompts.total() >= 200)
+    assert finish(process)[0] == 4
+    journal = Journal(tmp_path / "journal")
+    journal.open()
+    answered = len(journal.answered())
+    journal.close()
+    assert answered >= 200 - 16 - 1
+    run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
+    check(tmp_path, quiet)
+
+
+def test_the_retry_on_another_hosts_directory(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    """Nothing of the journal is there: everything runs again, with the same result."""
+    server.behaviour.latency = 0.01
+    process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+    with killed_at(process):
+        until(lambda: server.behaviour.prompts.total() >= 200)
+    finish(process)
+    run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path / "elsewhere")
+    check(tmp_path, quiet)
+
+
+def test_a_copied_journal_is_enough(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    import shutil
+
+    server.behaviour.latency = 0.01
+    process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+    with killed_at(process):
+        until(lambda: server.behaviour.prompts.total() >= 200)
+    finish(process)
+    shutil.copytree(tmp_path / "journal", tmp_path / "other" / "journal")
+    result = run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path / "other")
+    assert result.manifest.reused >= 200 - 17
+    check(tmp_path, quiet)
+
+
+# The server.
+
+
+@pytest.mark.parametrize(
+    "pack", [1, pytest.param(4, marks=pytest.mark.full)], ids=["alone", "packed"]
+)
+def test_sigkill_of_the_server(tmp_path: Path, quiet: dict[str, bytes], pack: int) -> None:
+    link = OwnLink(latency=0.02)
+    first = link.process
+
+    def kill() -> None:
+        until(lambda: journalled(tmp_path) >= 100)
+        first.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        result = run(spec_of(tmp_path, pack=pack), link, tmp_path)
+    finally:
+        killer.join()
+        link.kill()
+    assert result.manifest.server_losses == len(link.losses) == 1
+    if pack == 1:
+        check(tmp_path, quiet)
+    else:
+        assert [row["custom_id"] for row in read_rows(tmp_path / "out.jsonl")] == ids(quiet)
+
+
+def ids(quiet: dict[str, bytes]) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in quiet["results"].splitlines()]
+
+
+def journalled(folder: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in (folder / "journal").glob("rows-*.log"))
+
+
+def test_an_engine_that_dies_behind_a_living_api_server(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    """Requests get 500 and /health 503, as vLLM does, until somebody starts it again."""
+    server.behaviour.latency = 0.01
+
+    def come_back() -> None:
+        server.behaviour.health, server.behaviour.status = 200, None
+
+    def die() -> None:
+        until(lambda: server.behaviour.prompts.total() >= 150)
+        server.behaviour.health, server.behaviour.status = 503, 500
+
+    link.on_recover = come_back
+    killer = threading.Thread(target=die)
+    killer.start()
+    run(spec_of(tmp_path), link, tmp_path)
+    killer.join()
+    assert len(link.losses) == 1
+    check(tmp_path, quiet)
+
+
+@pytest.mark.parametrize("vllm", [True, False], ids=["counters", "no counters"])
+def test_a_frozen_engine(
+    server: ThreadedEndpoint,
+    link: ForeignLink,
+    tmp_path: Path,
+    quiet: dict[str, bytes],
+    vllm: bool,
+) -> None:
+    """Health, models and metrics stay good, and nothing moves."""
+    server.behaviour.latency, server.behaviour.vllm = 0.01, vllm
+
+    def thaw() -> None:
+        server.behaviour.frozen = False
+
+    def freeze() -> None:
+        until(lambda: server.behaviour.prompts.total() >= 150)
+        server.behaviour.frozen = True
+
+    link.on_recover = thaw
+    killer = threading.Thread(target=freeze)
+    killer.start()
+    run(spec_of(tmp_path, stall_timeout=0.6, probe_timeout=0.5), link, tmp_path)
+    killer.join()
+    assert len(link.losses) == 1
+    assert "one-token probe failed" in link.losses[0]
+    check(tmp_path, quiet)
+
+
+def test_a_slow_engine_is_not_a_frozen_one(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    spec = BatchSpec(prompts=["[[slow 2]]"], stall_timeout=0.3, probe_timeout=1)
+    result = run(spec, link, tmp_path)
+    assert result.manifest.outcomes == {"ok": 1}
+    assert link.losses == []
+    assert server.behaviour.prompts["user: 1"] >= 1, "the probe was sent"
+
+
+def test_a_server_that_never_comes_back(link: ForeignLink, tmp_path: Path) -> None:
+    lost = OwnLink(restarts=0, latency=0.02)
+    process = lost.process
+
+    def kill() -> None:
+        until(lambda: journalled(tmp_path) >= 50)
+        process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(BatchFailed, match=r"did not come back.*answers are kept") as caught:
+        run(spec_of(tmp_path), lost, tmp_path)
+    killer.join()
+    manifest = caught.value.manifest
+    assert manifest is not None
+    assert manifest["ok"] >= 40
+    result = run(spec_of(tmp_path), link, tmp_path)
+    assert result.manifest.reused == manifest["ok"]
+
+
+@pytest.mark.parametrize("pack", [1, 8])
+def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
+    """It stands alone in the end, and everything else is answered."""
+    link = OwnLink(restarts=3, latency=0.02)
+    made = [batch_row(f"id-{index}", f"prompt {index}") for index in range(80)]
+    made[40] = batch_row("killer", "[[die]]")
+    source = write_rows(tmp_path / "in.jsonl", made)
+    spec = BatchSpec(
+        input_path=str(source),
+        output_path=str(tmp_path / "out.jsonl"),
+        concurrency=8,
+        pack=pack,
+    )
+    try:
+        result = run(spec, link, tmp_path)
+    finally:
+        link.kill()
+    assert result.manifest.outcomes == {"ok": 79, "suspect": 1}
+    (error,) = read_rows(tmp_path / "out.errors.jsonl")
+    assert error["custom_id"] == "killer"
+    assert error["error"]["code"] == "suspect"
+    assert "with it alone" in error["error"]["message"]
+    # Two losses with others in flight, the third with the suspect alone; nothing was left to start for.
+    assert result.manifest.server_losses == 3
+    assert len(link.losses) == 2
+
+
+# The network.
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(3.0, marks=pytest.mark.full)])
+def test_network_cut(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes], seconds: float
+) -> None:
+    server.behaviour.latency = 0.01
+    with CuttingProxy(server.port) as proxy:
+        link = ForeignLink(f"http://127.0.0.1:{proxy.port}")
+
+        def cut() -> None:
+            until(lambda: server.behaviour.prompts.total() >= 150)
+            proxy.cut(seconds)
+
+        cutter = threading.Thread(target=cut)
+        cutter.start()
+        run(spec_of(tmp_path), link, tmp_path)
+        cutter.join()
+    assert proxy.cuts == 1
+    check(tmp_path, quiet)
+
+
+# The disk.
+
+
+def test_disk_full_while_the_journal_is_written(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    """A file may not grow beyond 100 kB, so a write stops in the middle of a record."""
+    child = start_child(
+        tmp_path / "journal", server.base_url, arguments(tmp_path), limit_bytes=100_001
+    )
+    status, out, err = finish(child)
+    assert status == 3, err
+    assert "cannot be written: File too large" in out
+    (segment,) = (tmp_path / "journal").glob("rows-*.log")
+    data = segment.read_bytes()
+    assert len(data) == 100_001
+    assert not data.endswith(b"\n"), "the last record is torn"
+    result = run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
+    assert result.manifest.reused == data.count(b" ok ") - (b" ok " in data[data.rindex(b"\n") :])
+    check(tmp_path, quiet)
+
+
+def test_disk_full_while_the_results_are_written(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    """The journal has two segments, each under the limit; the results file would be above it."""
+    size = len(quiet["results"])
+    process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+    with killed_at(process):
+        until(lambda: journalled(tmp_path) >= ROWS // 2)
+    finish(process)
+    asked = server.behaviour.prompts.total()
+    status, out, err = finish(
+        start_child(
+            tmp_path / "journal", server.base_url, arguments(tmp_path), limit_bytes=size * 9 // 10
+        )
+    )
+    assert status == 3, out + err
+    assert "every answer is kept" in out
+    assert not (tmp_path / "out.jsonl").exists()
+    assert not list(tmp_path.glob(".*.part"))
+    run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
+    check(tmp_path, quiet)
+    assert server.behaviour.prompts.total() - asked <= ROWS // 2 + 17 + 1
