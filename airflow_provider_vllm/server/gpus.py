@@ -187,8 +187,8 @@ def memory_returned(
         new = now.get(old.uuid)
         if new is None or new.used_bytes - old.used_bytes <= tolerance:
             continue
-        known = {process.pid for process in old.processes}
-        holders = tuple(p for p in new.processes if p.pid not in known)
+        known = {process.pid: process.used_bytes or 0 for process in old.processes}
+        holders = tuple(p for p in new.processes if (p.used_bytes or 0) > known.get(p.pid, -1))
         found.append(NotReturned(old.uuid, new.used_bytes - old.used_bytes, holders))
     return tuple(found)
 
@@ -205,7 +205,7 @@ def describe_process(process: GpuProcess) -> str:
     else:
         facts.append("the host's number")
     if process.used_bytes is not None:
-        facts.append(f"{gib(process.used_bytes)}")
+        facts.append(gib(process.used_bytes))
     return f"pid {process.pid} ({', '.join(facts)})"
 
 

@@ -166,6 +166,15 @@ def test_a_failed_take_holds_nothing(folder: Path) -> None:
     gpu_locks.release(held)
 
 
+def test_locks_are_taken_in_one_order_whatever_was_asked(folder: Path) -> None:
+    """Else two starts with the same GPUs in different orders could both fail."""
+    held = gpu_locks.take(folder, ["GPU-0"])
+    with pytest.raises(NoFreeGpu):
+        gpu_locks.take(folder, ["GPU-1", "GPU-0"])
+    assert not (folder / "GPU-1.lock").exists()
+    gpu_locks.release(held)
+
+
 def test_descriptors_come_in_the_order_of_the_gpus(folder: Path) -> None:
     fds = gpu_locks.take(folder, ["GPU-2", "MIG-GPU-7/1/0", "GPU-0", "GPU-2"])
     opened = [Path(f"/proc/self/fd/{fd}").readlink().name for fd in fds]

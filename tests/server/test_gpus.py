@@ -296,6 +296,27 @@ def test_memory_that_does_not_come_back_is_told_by_difference() -> None:
     assert "no process that holds it" in str(left)
 
 
+def test_a_process_that_was_there_before_and_grew_is_a_holder() -> None:
+    small, large = (GpuProcess(7, size * GIB) for size in (2, 30))
+    before = dataclasses.replace(gpu("a", free=78), processes=(small, GpuProcess(8, GIB)))
+    after = dataclasses.replace(gpu("a", free=50), processes=(large, GpuProcess(8, GIB)))
+    (left,) = gpus.memory_returned([before], [after])
+    assert left.holders == (large,)
+
+
+@pytest.mark.gpu
+def test_a_real_driver_is_read() -> None:
+    found = gpus.list_gpus({})
+    assert found, gpus.driver_status()
+    assert gpus.driver_present()
+    assert gpus.driver_status().startswith("NVIDIA driver ")
+    for one in found:
+        assert one.uuid.startswith(("GPU-", "MIG-"))
+        assert 0 < one.free_bytes <= one.total_bytes
+        assert one.free_bytes + one.used_bytes == one.total_bytes
+        assert one.compute_capability
+
+
 def test_a_process_is_named_only_where_pids_are_the_hosts() -> None:
     text = gpus.describe_process(GpuProcess(os.getpid(), GIB))
     in_host = str(Path("/proc/self/ns/pid").readlink()) == "pid:[4026531836]"

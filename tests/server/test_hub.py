@@ -208,6 +208,15 @@ def test_an_interpreter_without_the_hubs_library(tmp_path: Path) -> None:
         worker.download()
 
 
+def test_a_token_in_the_childs_last_words_is_masked(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "refused: $HF_TOKEN" >&2\nexit 3\n')
+    python.chmod(0o755)
+    with pytest.raises(DownloadFailed, match=r"exit status 3: refused: \*\*\*") as caught:
+        Client(tmp_path, "", python).download(HF_TOKEN="hf_abc")
+    assert "hf_abc" not in str(caught.value)
+
+
 def test_files_that_a_killed_download_left_are_removed_when_old(
     client: Callable[[FakeHub], Client], tmp_path: Path
 ) -> None:
