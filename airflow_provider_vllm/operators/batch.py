@@ -24,7 +24,7 @@ from airflow_provider_vllm.policies.retry import VllmRetryPolicy
 from airflow_provider_vllm.spec import ServerSpec
 
 if TYPE_CHECKING:
-    from airflow.sdk import Context
+    from airflow.sdk import Context, XComArg
     from airflow.sdk.definitions.retry_policy import RetryPolicy
 
     from airflow_provider_vllm.batch.run import BatchResult
@@ -73,9 +73,9 @@ class VllmBatchOperator(Interruptible, BaseOperator):
         self,
         *,
         spec: ServerSpec | Mapping[str, Any] | None = None,
-        server: Mapping[str, Any] | None = None,
+        server: Mapping[str, Any] | XComArg | None = None,
         vllm_conn_id: str | None = None,
-        prompts: Sequence[Any] | None = None,
+        prompts: Sequence[Any] | XComArg | None = None,
         input_path: str | Sequence[str] | None = None,
         output_path: str | None = None,
         endpoint: str = "chat",
@@ -99,9 +99,10 @@ class VllmBatchOperator(Interruptible, BaseOperator):
                 "one of spec (a server of its own), server (a handle) and vllm_conn_id (somebody else's server)."
             )
         self.spec = None if spec is None else SpecTemplate.of(spec, self)
-        self.server = server
+        # XComArgs are resolved before `execute()`.
+        self.server: Any = server
         self.vllm_conn_id = vllm_conn_id
-        self.prompts = prompts
+        self.prompts: Any = prompts
         self.input_path = input_path
         self.output_path = output_path
         self.endpoint = endpoint

@@ -14,7 +14,7 @@ from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable, St
 from airflow_provider_vllm.operators.publish import publish
 
 if TYPE_CHECKING:
-    from airflow.sdk import Context
+    from airflow.sdk import Context, XComArg
 
 
 class VllmServerReadySensor(BaseSensorOperator):
@@ -32,7 +32,7 @@ class VllmServerReadySensor(BaseSensorOperator):
     def __init__(
         self,
         *,
-        server: Mapping[str, Any] | None = None,
+        server: Mapping[str, Any] | XComArg | None = None,
         vllm_conn_id: str | None = None,
         poke_interval: float = 5,
         **kwargs: Any,
@@ -42,7 +42,7 @@ class VllmServerReadySensor(BaseSensorOperator):
             raise InvalidInput(
                 f"VllmServerReadySensor {self.task_id!r}: give exactly one of server and vllm_conn_id."
             )
-        self.server = server
+        self.server: Any = server
         self.vllm_conn_id = vllm_conn_id
 
     def poke(self, context: Context) -> PokeReturnValue | bool:

@@ -148,8 +148,9 @@ class SharedServer:
     def close(self) -> None:
         """Leave the server to its teardown; one that we started again ends soon by itself."""
         if self._control and self._restarted:
+            idle_timeout = float(self._handle.spec.get("idle_timeout") or LEASE_AFTER_RESTART_S)
             with contextlib.suppress(ServerUnreachable):
-                self._control.renew(LEASE_AFTER_RESTART_S)
+                self._control.renew(min(LEASE_AFTER_RESTART_S, idle_timeout))
 
     def _connect_local(self, lost_nonce: str | None, reason: str = "it is gone") -> Endpoint:
         """The newest start of this server if it lives, else a new one; one restarts, the others wait."""

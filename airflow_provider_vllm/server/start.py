@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from airflow_provider_vllm.exceptions import ServerError, StartFailed
 from airflow_provider_vllm.environment import allowed
+from airflow_provider_vllm.exceptions import ServerError, StartFailed
 from airflow_provider_vllm.server import hub
 from airflow_provider_vllm.server.checks.model import hub_cache
 from airflow_provider_vllm.server.checks.options import Options
