@@ -1,0 +1,181 @@
+"""Object storage: a file system that knows no rename and no append, and shows an object when it is closed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from upath import UPath
+
+from airflow_provider_vllm.batch.remote import RemoteJournal, journal_at
+from airflow_provider_vllm.batch.run import check_inputs, run_batch
+from airflow_provider_vllm.batch.sources import local_path
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import InvalidPrompts
+from tests.batch.helpers import LOG, ForeignLink, until
+from tests.fakes.endpoint import ThreadedEndpoint
+
+BUCKET = "memory://bucket"
+
+
+def to_path(text: str) -> Any:
+    return UPath(text) if "://" in text else local_path(text)
+
+
+@pytest.fixture(autouse=True)
+def empty_bucket() -> Iterator[None]:
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    yield
+    store.clear()
+
+
+def put(name: str, rows: int = 40) -> str:
+    text = "".join(json.dumps({"prompt": f"p{index}"}) + "\n" for index in range(rows))
+    UPath(f"{BUCKET}/{name}").write_text(text)
+    return f"{BUCKET}/{name}"
+
+
+def spec(source: str, **more: Any) -> BatchSpec:
+    return BatchSpec(input_path=source, output_path=f"{BUCKET}/out.jsonl", **more)
+
+
+def run(one: BatchSpec, link: ForeignLink, journal: str = f"{BUCKET}/journal", **more: Any) -> Any:
+    return run_batch(one, link, journal_dir=journal, log=LOG, to_path=to_path, **more)
+
+
+def names() -> set[str]:
+    return {name.rpartition("/bucket/")[2] for name in fsspec.filesystem("memory").store}
+
+
+def test_everything_on_object_storage(link: ForeignLink) -> None:
+    put("a.jsonl", 30)
+    put("b.jsonl", 20)
+    one = spec(f"{BUCKET}/*.jsonl")
+    result = run(one, link)
+    assert result.manifest.rows == 50
+    rows = UPath(f"{BUCKET}/out.jsonl").read_text().splitlines()
+    assert [json.loads(row)["custom_id"] for row in rows] == [f"row-{i}" for i in range(1, 51)]
+    assert {"out.jsonl", "out.jsonl.manifest.json"} <= names()
+    assert not any(name.endswith("errors.jsonl") for name in names())
+
+
+def test_another_host_goes_on(server: ThreadedEndpoint, link: ForeignLink) -> None:
+    """The first host is gone without a word: only what it had sent to the bucket is left."""
+    server.behaviour.latency = 0.02
+    source = put("in.jsonl", 200)
+    one = spec(source, concurrency=4, journal_sync=0.1, pack=1, progress_interval=0.05)
+
+    class Gone(Exception):
+        pass
+
+    def die(numbers: dict[str, Any]) -> None:
+        if numbers["done"] >= 80:
+            raise Gone
+
+    with pytest.raises(Gone):
+        run(one, link, on_progress=die)
+    parts = [name for name in names() if name.endswith(".part")]
+    assert len(parts) > 2
+    before = server.behaviour.prompts.total()
+    result = run(one, link)
+    assert result.manifest.reused >= 76
+    assert result.manifest.outcomes == {"ok": 200}
+    assert server.behaviour.prompts.total() - before <= 200 - 76
+
+
+def test_a_gap_in_the_parts_hides_what_follows(link: ForeignLink) -> None:
+    journal = RemoteJournal(UPath(f"{BUCKET}/journal"))
+    journal.open()
+    for row in range(4):
+        journal.add(row, True, b"%016x %d ok 0 0 " % (row + 1, row), b'{"a":1}', b"\n")
+        journal.flush()
+        journal.sync()
+    journal.close()
+    parts = sorted(name for name in names() if name.endswith(".part"))
+    assert len(parts) == 4
+    UPath(f"{BUCKET}/{parts[2]}").unlink()
+    again = RemoteJournal(UPath(f"{BUCKET}/journal"))
+    again.open()
+    assert len(again.answered()) == 2
+    again.close()
+
+
+def test_a_storage_that_fails_for_a_while_loses_nothing(
+    link: ForeignLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_away, failures = RemoteJournal._put, iter([True, False, True, True])
+
+    def fail_sometimes(self: RemoteJournal, name: str, data: bytes) -> None:
+        if name.endswith(".part") and next(failures, False):
+            raise OSError("the bucket is not there")
+        put_away(self, name, data)
+
+    monkeypatch.setattr(RemoteJournal, "_put", fail_sometimes)
+    run(spec(put("in.jsonl"), journal_sync=0.05), link)
+    assert run(spec(put("in.jsonl")), link).manifest.reused == 40
+
+
+def test_local_files_with_a_remote_journal_and_a_kill(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """`file://` stands for a storage that both hosts see, so that a real process can be killed."""
+    import subprocess
+    import sys
+
+    server.behaviour.latency = 0.02
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"p{index}\n" for index in range(200)))
+    code = f"""
+import logging, sys
+from upath import UPath
+from airflow_provider_vllm.batch import remote, sources
+sources.is_local = remote.is_local = lambda path: not str(path).startswith("{tmp_path}/bucket")
+from airflow_provider_vllm.batch.run import run_batch
+from airflow_provider_vllm.batch.spec import BatchSpec
+from tests.batch.helpers import ForeignLink
+spec = BatchSpec(input_path="{source}", output_path="{tmp_path}/out.jsonl", concurrency=4,
+                 journal_sync=0.1, pack=1)
+run_batch(spec, ForeignLink("{server.base_url}"), journal_dir="{tmp_path}/bucket",
+          log=logging.getLogger())
+"""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root)
+    until(lambda: server.behaviour.prompts.total() >= 120)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    parts = list((tmp_path / "bucket").glob("*.part"))
+    assert parts
+    one = BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl"))
+    journal = UPath(f"{BUCKET}/journal")
+    for part in parts:
+        journal.mkdir(parents=True, exist_ok=True)
+        (journal / part.name).write_bytes(part.read_bytes())
+    result = run(one, link)
+    assert result.manifest.reused >= 60
+    assert result.manifest.outcomes == {"ok": 200}
+
+
+def test_wrong_remote_inputs_are_found_before_the_start() -> None:
+    with pytest.raises(InvalidPrompts, match="does not exist"):
+        check_inputs(spec(f"{BUCKET}/no.jsonl"), to_path=to_path)
+    UPath(f"{BUCKET}/empty.jsonl").write_text("")
+    with pytest.raises(InvalidPrompts, match="is empty"):
+        check_inputs(spec(f"{BUCKET}/empty.jsonl"), to_path=to_path)
+    source = put("in.jsonl")
+    UPath(f"{BUCKET}/out.jsonl").write_text("precious")
+    with pytest.raises(InvalidPrompts, match="no manifest"):
+        check_inputs(spec(source), to_path=to_path)
+
+
+def test_a_journal_that_is_only_looked_at_leaves_nothing(tmp_path: Path) -> None:
+    import tempfile
+
+    before = set(Path(tempfile.gettempdir()).glob("vllm-journal-*"))
+    assert journal_at(f"{BUCKET}/journal", to_path).read_meta() is None
+    assert set(Path(tempfile.gettempdir()).glob("vllm-journal-*")) == before

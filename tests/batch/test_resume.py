@@ -1,0 +1,119 @@
+"""Only rows without a good answer run again, and what changed says so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import BatchFailed
+from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
+from tests.fakes.endpoint import ThreadedEndpoint
+
+
+def spec(folder: Path, rows: list[Any], **more: Any) -> BatchSpec:
+    source = write_rows(folder / "in.jsonl", rows)
+    return BatchSpec(input_path=str(source), output_path=str(folder / "out.jsonl"), **more)
+
+
+def asked(server: ThreadedEndpoint) -> set[str]:
+    """The prompts since the last call."""
+    prompts = {prompt.removeprefix("user: ") for prompt in server.behaviour.prompts}
+    server.behaviour.prompts.clear()
+    return prompts
+
+
+def test_a_second_run_asks_nothing(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"p{index}"} for index in range(30)]
+    run(spec(tmp_path, rows), link, tmp_path)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").unlink()
+    asked(server)
+    result = run(spec(tmp_path, rows), link, tmp_path)
+    assert asked(server) == set()
+    assert result.manifest.reused == 30
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_changed_prompt_runs_anew_and_says_so(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"p{index}"} for index in range(10)]
+    run(spec(tmp_path, rows), link, tmp_path)
+    asked(server)
+    rows[3] = {"prompt": "new"}
+    with caplog.at_level(logging.INFO):
+        result = run(spec(tmp_path, rows), link, tmp_path)
+    assert asked(server) == {"new"}
+    assert result.manifest.changed == 1
+    assert "The input changed since an earlier try" in caplog.text
+    assert "new" in str(read_rows(tmp_path / "out.jsonl")[3])
+
+
+@pytest.mark.parametrize(
+    "change", [{"params": {"temperature": 1}}, {"model": "other"}, {"system_prompt": "x"}]
+)
+def test_changed_parameters_run_everything_anew(
+    server: ThreadedEndpoint,
+    link: ForeignLink,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, Any],
+) -> None:
+    server.behaviour.models = ("tiny", "other")
+    rows = [{"prompt": f"p{index}"} for index in range(10)]
+    run(spec(tmp_path, rows), link, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        result = run(spec(tmp_path, rows, **change), link, tmp_path)
+    assert result.manifest.reused == 0
+    assert "The model or the parameters changed" in caplog.text
+
+
+def test_rows_with_a_custom_id_may_move(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [batch_row(f"id-{index}", f"p{index}") for index in range(10)]
+    run(spec(tmp_path, rows), link, tmp_path)
+    asked(server)
+    moved = [batch_row("first", "brand new"), *reversed(rows[:8])]
+    result = run(spec(tmp_path, moved), link, tmp_path)
+    assert asked(server) == {"brand new"}
+    assert result.manifest.reused == 8
+    ids = [row["custom_id"] for row in read_rows(tmp_path / "out.jsonl")]
+    assert ids == [row["custom_id"] for row in moved]
+
+
+def test_changed_input_may_fail(link: ForeignLink, tmp_path: Path) -> None:
+    run(spec(tmp_path, [{"prompt": "a"}]), link, tmp_path)
+    with pytest.raises(BatchFailed, match="the input changed since an earlier try"):
+        run(spec(tmp_path, [{"prompt": "b"}], on_changed_input="fail"), link, tmp_path)
+    run(spec(tmp_path, [{"prompt": "a"}], on_changed_input="fail"), link, tmp_path)
+
+
+def test_error_rows_are_asked_again(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"p{index}"} for index in range(20)] + [{"prompt": "[[once 400]]"}]
+    first = run(spec(tmp_path, rows, pack=1), link, tmp_path)
+    assert first.manifest.errors == 1
+    assert (tmp_path / "out.errors.jsonl").exists()
+    asked(server)
+    second = run(spec(tmp_path, rows, pack=1), link, tmp_path)
+    assert asked(server) == {"[[once 400]]"}
+    assert second.manifest.outcomes == {"ok": 21}
+    assert not (tmp_path / "out.errors.jsonl").exists(), "a stale errors file is removed"
+
+
+def test_equal_prompts_are_different_rows(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "same"}] * 10
+    run(spec(tmp_path, rows, pack=1), link, tmp_path)
+    assert server.behaviour.requests == 10
+    assert run(spec(tmp_path, [*rows, {"prompt": "same"}]), link, tmp_path).manifest.reused == 10
+    assert server.behaviour.prompts["user: same"] == 11

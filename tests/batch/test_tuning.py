@@ -1,0 +1,116 @@
+"""The tuner against model servers in simulated time: no clock, no sleeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from airflow_provider_vllm.batch import tuning
+from airflow_provider_vllm.batch.tuning import Sample, Setting, Tuning, advance, begin
+
+Speed = Callable[[Setting], float]
+
+
+@dataclass
+class World:
+    """A server whose rows/s depend on the setting."""
+
+    speed: Speed
+    tuning: Tuning
+    now: float = 0.0
+    rows: float = 0.0
+    refused: int = 0
+    preemptions: int = 0
+    waiting: int | None = None
+    refuses_above: int | None = None
+
+    def run(self, seconds: float) -> World:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            self.rows += self.speed(self.tuning.now_used) * 0.1
+            if self.refuses_above is not None and self.tuning.now_used.limit > self.refuses_above:
+                self.refused += 3
+            sample = Sample(self.now, int(self.rows), self.refused, self.waiting, self.preemptions)
+            self.tuning = advance(self.tuning, sample)
+        return self
+
+
+def world(speed: Speed, *, pack: bool = False, limit: int = tuning.START) -> World:
+    start = begin(Setting(limit, 1), Sample(0, 0), may_pack=pack, may_grow=True)
+    return World(speed, start)
+
+
+def peak(best: int, most: float, packed: float = 1.0) -> Speed:
+    """Grows up to `best` in flight, falls slowly beyond; `packed` times faster with packs."""
+
+    def speed(setting: Setting) -> float:
+        distance = setting.limit / best
+        shape = distance if distance < 1 else 1 / (1 + 0.15 * (distance - 1))
+        return most * shape * (packed if setting.pack > 1 else 1)
+
+    return speed
+
+
+@pytest.mark.parametrize("best", [16, 32, 64, 128, 200, 256, 400, 512, 1000])
+def test_it_comes_within_a_tenth_of_the_best(best: int) -> None:
+    speed = peak(best, 700.0)
+    ended = world(speed).run(60)
+    top = max(speed(Setting(limit, 1)) for limit in range(8, 1025))
+    assert speed(ended.tuning.setting) >= 0.9 * top
+    # Averaged over the minute after it, trials included.
+    before = ended.rows
+    assert (ended.run(60).rows - before) / 60 >= 0.9 * top
+
+
+def test_packs_are_kept_where_they_are_faster() -> None:
+    assert world(peak(128, 500, packed=1.8), pack=True).run(30).tuning.setting.pack == 16
+    assert world(peak(128, 500, packed=0.9), pack=True).run(30).tuning.setting.pack == 1
+
+
+def test_packs_are_not_tried_where_the_http_server_is_no_bottleneck() -> None:
+    slow = world(peak(128, 100, packed=9), pack=True).run(120)
+    assert slow.tuning.now_used.pack == 1
+
+
+def test_a_queue_on_the_server_stops_growth() -> None:
+    queued = world(peak(1024, 700))
+    queued.waiting = 100
+    assert queued.run(60).tuning.setting.limit <= tuning.START
+
+
+def test_refusals_shrink_below_what_is_refused_and_stay_near_it() -> None:
+    refusing = world(peak(1024, 700))
+    refusing.refuses_above = 40
+    limit = refusing.run(60).tuning.setting.limit
+    assert 20 <= limit <= 40
+
+
+def test_preemptions_shrink() -> None:
+    preempted = world(peak(128, 700)).run(20)
+    before = preempted.tuning.setting.limit
+    preempted.preemptions += 1
+    assert preempted.run(0.1).tuning.setting.limit < before
+
+
+def test_a_fixed_limit_stays() -> None:
+    start = begin(Setting(64, 1), Sample(0, 0), may_pack=True, may_grow=False)
+    fixed = World(peak(64, 700, packed=2), start)
+    fixed.refuses_above = 10
+    assert fixed.run(30).tuning.setting == Setting(64, 16)
+
+
+def test_slow_rows_are_measured_over_longer_windows() -> None:
+    """Twenty seconds a row: nothing is concluded from a window with no end of a row in it."""
+    slow = world(lambda setting: setting.limit / 20)
+    assert slow.run(10).tuning.now_used.limit == tuning.START
+    assert slow.run(600).tuning.setting.limit == tuning.MOST
+
+
+def test_packs_that_are_not_offered_are_not_tried_again() -> None:
+    trying = world(peak(128, 700, packed=2), pack=True).run(2)
+    assert trying.tuning.now_used.pack == 16
+    trying.tuning = tuning.without_packs(trying.tuning, Sample(trying.now, int(trying.rows)))
+    for _ in range(60):
+        assert trying.run(1).tuning.now_used.pack == 1
