@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import airflow_provider_vllm
@@ -22,7 +22,14 @@ from airflow_provider_vllm.server import gpus as gpu_list
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.order import Order, new_key, port_is_taken
 from airflow_provider_vllm.server.processes import ProcessId, identity_of
-from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot, write_private
+from airflow_provider_vllm.server.readiness import start_error
+from airflow_provider_vllm.server.state import (
+    ENDED_STATES,
+    GenerationDir,
+    ServerState,
+    StateRoot,
+    write_private,
+)
 from airflow_provider_vllm.server.stop import stop_generation, sweep
 from airflow_provider_vllm.spec import ServerSpec
 
@@ -43,17 +50,17 @@ class LaunchOptions:
     python: str = sys.executable
     owner: ProcessId | None = None
     task: str | None = None
-    key: str | None = None
-    hf_token: str | None = None
+    key: str | None = field(default=None, repr=False)
+    hf_token: str | None = field(default=None, repr=False)
     keep_failed_days: float = 7
 
 
 def launch(
     spec: ServerSpec, server_id: str, root: StateRoot, options: LaunchOptions
 ) -> ServerHandle:
-    """Start a server; returns as soon as its supervisor runs, long before it is ready.
+    """Start a server; returns as soon as it has its GPUs and vLLM runs, long before it is ready.
 
-    Raises InvalidSpec, PreflightFailed, ServerError; nothing is left behind then.
+    Raises InvalidSpec, PreflightFailed, NoFreeGpu, StartFailed, ServerError; nothing is left behind then.
     """
     spec = resolve(spec)
     sweep(root, keep_failed_days=options.keep_failed_days)
@@ -73,6 +80,8 @@ def launch(
         write_private(directory.key_file, options.key or new_key())
         order.write(directory)
         current = _start_supervisor(directory, options)
+    if current.state in ENDED_STATES:
+        raise start_error(current, current.message or "it ended", str(directory.log_file), "")
     return handle_of(current, spec)
 
 
@@ -141,10 +150,11 @@ def _start_supervisor(directory: GenerationDir, options: LaunchOptions) -> Serve
     started = identity_of(process.pid)
     deadline = time.monotonic() + SUPERVISOR_S
     while True:
+        over = process.poll() is not None  # asked first: its last state is written before its end
         current = directory.read()
-        if current is not None and current.control_url:
+        if current is not None and (current.engine or current.settled):
             return current
-        if process.poll() is not None or time.monotonic() > deadline:
+        if over or time.monotonic() > deadline:
             if started:
                 started.signal(9)
             tail = directory.supervisor_log.read_text(errors="replace")[-2000:]
