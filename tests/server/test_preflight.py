@@ -98,6 +98,7 @@ def test_slow_things_are_not_waited_for(model: Path, tmp_path: Path) -> None:
         gpus=(gpu(),),
         state_root=private_dir(tmp_path / "state"),
         environ=os.environ,
+        budget_s=0.5,
     )
     assert time.monotonic() - begin < 2
     assert ids(found) == [("interpreter", "warning"), ("weights", "warning")]
