@@ -1,8 +1,8 @@
 """An iterator in, the same items out, made ahead of their use in a thread of its own.
 
-Rows are read, parsed and serialised while the sender waits inside libcurl without the interpreter lock, and a slow disk or
-object store does not hold up the sending. Invariants: at most `DEPTH * CHUNK` items are ahead; what
-the iterator raises is raised by `take`, after the items before it.
+Rows are read, parsed and serialised while the sender waits inside libcurl without the interpreter
+lock, and a slow disk or object store does not hold up the sending. Invariants: a bounded number of
+items is ahead; what the iterator raises is raised by `take`, after the items before it.
 """
 
 from __future__ import annotations

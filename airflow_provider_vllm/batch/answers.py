@@ -1,7 +1,8 @@
 """A server's reply in, the row's line in the results or errors file out.
 
-Lines have the form of OpenAI batch results: `id`, `custom_id`, `response` (`status_code`, `request_id`, `body`), `error`.
-Invariant: the same reply gives the same bytes; ids come from the row's key, not from a clock.
+Lines have the form of OpenAI batch results: `id`, `custom_id`, `response` (`status_code`,
+`request_id`, `body`), `error`. Invariant: the same reply gives the same bytes; ids come from the row's
+key, not from a clock.
 """
 
 from __future__ import annotations

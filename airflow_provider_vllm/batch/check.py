@@ -100,7 +100,8 @@ def _check_owner(spec: BatchSpec, extent: Extent, to_path: ToPath, journal_dir: 
         owner, digest = None, None
     if owner is None:
         raise InvalidPrompts(
-            f"output_path {spec.output_path} exists and has no manifest that says whose it is; delete it or name another"
+            f"output_path {spec.output_path} exists and has no manifest that says "
+            "whose it is; delete it or name another"
         )
     if owner != spec.paths or (not spec.paths and digest != extent.digest):
         of = ", ".join(owner) or "another list of prompts"

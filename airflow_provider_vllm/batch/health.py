@@ -1,7 +1,8 @@
 """A server's vital signs in, "alive", "dead" or "frozen" out.
 
-`look` reads what a server tells of itself, `stalled` decides without side effects, and `probe` asks for one token, the only
-sign of life that a frozen engine cannot give: its health, model list and metrics stay good.
+`look` reads what a server tells of itself, `is_stalled` decides without side effects, and `probe` asks
+for one token, the only sign of life that a frozen engine cannot give: its health, model list and
+metrics stay good.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ def is_healthy(endpoint: Endpoint) -> str | None:
 def look(endpoint: Endpoint) -> Vitals:
     """The metrics of a vLLM server; empty Vitals for any other."""
     status, body = request(endpoint, "/metrics", LOOK_TIMEOUT)
-    if status != 200:
-        return Vitals()
+    return read_metrics(body) if status == 200 else Vitals()
+
+
+def read_metrics(text: bytes) -> Vitals:
+    """Vital signs in Prometheus' text form, summed over engines."""
     sums: dict[str, float] = {}
-    for name, value in METRIC.findall(body):
+    for name, value in METRIC.findall(text):
         sums[name.decode()] = sums.get(name.decode(), 0.0) + float(value)
 
     def whole(name: str) -> int | None:

@@ -63,6 +63,7 @@ class Manifest:
             f"{count} {name}" for name, count in sorted(self.outcomes.items()) if count
         )
         return (
-            f"{self.rows} rows: {kinds}; {self.reused} reused; {self.seconds:.1f} s, {self.rows_per_second:.1f} rows/s, "
-            f"{self.tokens_per_second:.0f} tokens/s; {self.retries} retries, {self.server_losses} server losses"
+            f"{self.rows} rows: {kinds}; {self.reused} reused; {self.seconds:.1f} s, "
+            f"{self.rows_per_second:.1f} rows/s, {self.tokens_per_second:.0f} tokens/s; "
+            f"{self.retries} retries, {self.server_losses} server losses"
         )

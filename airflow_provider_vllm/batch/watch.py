@@ -1,7 +1,8 @@
 """The task's main thread while rows are sent: progress, lease, health, and the server's life.
 
-Invariants: nothing here touches the queue or the journal's order, so an exception raised by a signal handler may unwind it at
-any point; a frozen engine is found by time without movement and confirmed by a probe, never by health alone.
+Invariants: nothing here touches the waiting rows or the journal's order, so an exception raised by a
+signal handler may unwind it at any point; a frozen engine is found by time without movement and
+confirmed by a probe, never by health alone.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def test_csv_that_is_not_utf8(link: ForeignLink, tmp_path: Path) -> None:
 
 
 def test_parquet_with_nulls(link: ForeignLink, tmp_path: Path) -> None:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     prompts = ["p0", None, *(f"p{index}" for index in range(1, GOOD))]

@@ -8,7 +8,7 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-import pyarrow
+import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 

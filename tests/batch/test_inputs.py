@@ -34,7 +34,7 @@ def spec(*paths: Any, **more: Any) -> BatchSpec:
 
 
 def test_jsonl_text_csv_and_parquet_say_the_same(tmp_path: Path) -> None:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     (tmp_path / "a.jsonl").write_bytes(THREE)

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import pyarrow
+import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 

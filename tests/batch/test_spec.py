@@ -15,7 +15,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": []}, "empty list"),
     ({"prompts": "a single prompt"}, "must be a list"),
     ({"prompts": {"a": 1}}, "must be a list"),
-    ({"prompts": (item for item in ())}, "must be a list"),
+    ({"prompts": iter(["a"])}, "must be a list"),
     ({"input_path": "x.jsonl"}, "output_path is missing"),
     ({"input_path": [], "output_path": "y"}, "input_path"),
     ({"input_path": ["a", " "], "output_path": "y"}, "empty path"),

@@ -304,7 +304,7 @@ async def _vectors(
     request: web.Request, behaviour: Behaviour, body: dict[str, Any]
 ) -> web.Response:
     given = body.get("input")
-    prompts = given if isinstance(given, list) else [given]
+    prompts: list[Any] = given if isinstance(given, list) else [given]
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise Refused(400, "input must be text")
     texts = await _all(request, behaviour, prompts, body)

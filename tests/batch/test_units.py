@@ -1,0 +1,173 @@
+"""The small parts: compact tables, reading ahead, the verdict, progress, vital signs, templates."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from airflow_provider_vllm.batch import health
+from airflow_provider_vllm.batch.ahead import CHUNK, DEPTH, Ahead
+from airflow_provider_vllm.batch.compact import IntMap, IntSet
+from airflow_provider_vllm.batch.health import Movement, Vitals, is_stalled, observe
+from airflow_provider_vllm.batch.progress import Progress, clock
+from airflow_provider_vllm.batch.signals import Stats
+from airflow_provider_vllm.batch.template import RowError, Template
+from airflow_provider_vllm.batch.verdict import backoff, reason_to_fail
+
+
+def test_a_set_of_integers_is_a_set() -> None:
+    chance = random.Random(1)
+    keys = [chance.getrandbits(64) for _ in range(20_000)] + [0, -1, 1 << 63]
+    mine, theirs = IntSet(), set[int]()
+    for key in keys + keys[:5000]:
+        known = (key & (1 << 64) - 1) in theirs
+        theirs.add(key & (1 << 64) - 1)
+        assert mine.add(key) is not known
+
+
+def test_a_map_of_integers_is_a_map() -> None:
+    chance = random.Random(2)
+    mine, theirs = IntMap(), dict[int, int]()
+    for _ in range(20_000):
+        key, value = (
+            chance.randrange(1, 15_000) * 0x9E3779B97F4A7C15 & (1 << 64) - 1,
+            chance.getrandbits(63),
+        )
+        mine.put(key, value)
+        theirs[key] = value
+    assert len(mine) == len(theirs)
+    assert all(mine.get(key) == value for key, value in theirs.items())
+    assert mine.get(5) is None
+
+
+def test_reading_ahead_is_bounded_and_ordered() -> None:
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(10_000):
+            made.append(number)
+            yield number
+
+    ahead = Ahead(items())
+    taken = ahead.take(5)
+    time.sleep(0.1)  # give the thread every chance to run too far
+    assert len(made) <= (DEPTH + 3) * CHUNK
+    while some := ahead.take(77):
+        taken += some
+    assert taken == list(range(10_000))
+    assert ahead.take(1) == []
+
+
+def test_reading_ahead_raises_after_what_came_before() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("the file system is gone")
+
+    ahead = Ahead(items())
+    taken: list[list[int]] = []
+    with pytest.raises(OSError, match="gone"):
+        taken.extend(iter(lambda: ahead.take(1), []))
+
+
+def test_reading_ahead_ends_when_closed() -> None:
+    before = threading.active_count()
+    ahead = Ahead(iter(range(1_000_000)))
+    ahead.take(1)
+    ahead.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("done", "errors", "total", "finished", "fails"),
+    [
+        (10, 1, 10, True, False),
+        (10, 2, 10, True, True),
+        (49, 49, 100, False, False),  # fewer than 50 rows are in
+        (50, 11, 100, False, True),  # the other 50 could not mend it
+        (50, 10, 100, False, False),
+        (1000, 1000, None, False, False),  # the total is unknown: wait for the end
+        (3, 0, 3, True, False),
+    ],
+)
+def test_the_verdict(
+    done: int, errors: int, total: int | None, finished: bool, fails: bool
+) -> None:
+    reason = reason_to_fail(
+        done=done,
+        errors=errors,
+        total=total,
+        max_error_rate=0.1,
+        max_errors=None,
+        finished=finished,
+    )
+    assert (reason is not None) is fails
+
+
+def test_max_errors_is_judged_at_once() -> None:
+    reason = reason_to_fail(
+        done=2, errors=2, total=None, max_error_rate=1, max_errors=1, finished=False
+    )
+    assert reason == "2 rows failed, more than max_errors=1"
+
+
+def test_the_pause_doubles_up_to_half_a_minute() -> None:
+    pauses = [backoff(attempt, jitter=0.5) for attempt in range(1, 10)]
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert backoff(1, jitter=0) < backoff(1, jitter=0.99)
+
+
+def test_movement() -> None:
+    state = Movement(0.0, 5, 100.0)
+    assert observe(state, done=5, in_flight=3, moved=100.0, now=9.0) is state
+    assert observe(state, done=6, in_flight=3, moved=100.0, now=9.0).at == 9.0
+    assert observe(state, done=5, in_flight=3, moved=101.0, now=9.0).at == 9.0
+    assert observe(state, done=5, in_flight=0, moved=100.0, now=9.0).at == 9.0
+    assert is_stalled(state, now=60.0, stall_timeout=60)
+    assert not is_stalled(state, now=59.0, stall_timeout=60)
+
+
+METRICS = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_preemptions_total{engine="0",model_name="m"} 1.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 1.5e+03
+vllm:generation_tokens_created{engine="0",model_name="m"} 1.7e+09
+vllm:prompt_tokens_total{engine="0",model_name="m"} 10.0
+"""
+
+
+def test_vital_signs_are_summed_over_engines() -> None:
+    assert health.read_metrics(METRICS) == Vitals(running=7, waiting=2, preemptions=1, moved=1510.0)
+    assert health.read_metrics(b"process_cpu_seconds_total 5\n") == Vitals()
+
+
+def test_progress_lines() -> None:
+    progress = Progress(1000, now=0.0)
+    stats = Stats(done=100, ok=98, prompt_tokens=900, completion_tokens=100, in_flight=64)
+    line, numbers = progress.report(stats, Vitals(60, 4, 0, 1.0), now=10.0)
+    assert line == (
+        "100/1000 rows, 10.0 rows/s, 100 tokens/s, 64 in flight, server running 60 waiting 4, "
+        "2 errors, about 1 min 30 s left"
+    )
+    assert numbers["seconds_left"] == 90
+    assert clock(59) == "59 s"
+    assert clock(7500) == "2 h 5 min"
+    line, _ = Progress(None, 0.0).report(Stats(), Vitals(), 1.0)
+    assert line == "0 rows, 0.0 rows/s, 0 tokens/s, 0 in flight, 0 errors"
+
+
+def test_templates() -> None:
+    assert (
+        Template("{a!r} {{}} {b} {c}").fill({"a": "x", "b": {"k": 1}, "c": 5})
+        == "'x' {} {\"k\":1} 5"
+    )
+    with pytest.raises(RowError, match="cannot be formatted"):
+        Template("{a:d}").fill({"a": "text"})
