@@ -137,3 +137,13 @@ class RequestFailed(BatchError):
 
 class TaskInterrupted(VllmError):
     """The task was killed while it worked; raised so that `execute()` unwinds and retries apply."""
+
+
+def server_failure(error: BaseException | None) -> StartFailed | ServerLost | None:
+    """The failure of a server that `error` is, or that caused it: a batch whose server did not come
+    back is a BatchFailed, and the diagnosis is the server's."""
+    while error is not None:
+        if isinstance(error, (StartFailed, ServerLost)):
+            return error
+        error = error.__cause__
+    return None

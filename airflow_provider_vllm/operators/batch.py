@@ -13,8 +13,7 @@ from airflow_provider_vllm.exceptions import (
     BatchFailed,
     InvalidInput,
     NoFreeGpu,
-    ServerLost,
-    StartFailed,
+    ServerError,
 )
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
@@ -129,11 +128,9 @@ class VllmBatchOperator(Interruptible, BaseOperator):
                 )
         except NoFreeGpu as exc:
             reschedule(exc, self._server_spec(), context, self.log)
-        except (StartFailed, ServerLost) as exc:
+        except (BatchFailed, ServerError) as exc:
             publish(exc, context, self.log)
-            raise
-        except BatchFailed as exc:
-            if exc.manifest:
+            if isinstance(exc, BatchFailed) and exc.manifest:
                 context["ti"].xcom_push(key="manifest", value=exc.manifest)
             raise
         finally:
@@ -196,7 +193,7 @@ class VllmBatchOperator(Interruptible, BaseOperator):
             )
         from airflow_provider_vllm.server.handle import ServerHandle
 
-        handle = ServerHandle.of(self.server or {})
+        handle = ServerHandle.of(self.server)
         options = worker.launch_options(ServerSpec.of(handle.spec), context)
         return SharedServer(handle, root, options, report=report, restarts=self.server_restarts)
 

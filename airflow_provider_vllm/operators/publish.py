@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from airflow_provider_vllm.exceptions import ServerLost, StartFailed
+from airflow_provider_vllm.exceptions import VllmError, server_failure
 
 
-def publish(error: StartFailed | ServerLost, context: Mapping[str, Any], log: Any) -> None:
+def publish(error: VllmError, context: Mapping[str, Any], log: Any) -> None:
     """To be called before the error is raised on: its message ends the log, in short form."""
-    if error.report:
-        log.error("Diagnosis of the server's failure:\n%s", error.report)
-    if error.diagnosis:
-        context["ti"].xcom_push(key="diagnosis", value=error.diagnosis)
+    failure = server_failure(error)
+    if failure is None:
+        return
+    if failure.report:
+        log.error("Diagnosis of the server's failure:\n%s", failure.report)
+    if failure.diagnosis:
+        context["ti"].xcom_push(key="diagnosis", value=failure.diagnosis)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import RetryDecision, RetryPolicy
 
+from airflow_provider_vllm.exceptions import server_failure
+
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
@@ -34,9 +36,10 @@ class VllmRetryPolicy(RetryPolicy):
         max_tries: int,
         context: Context | None = None,
     ) -> RetryDecision:
-        diagnosis = getattr(exception, "diagnosis", None)
-        if not isinstance(diagnosis, Mapping):
+        failure = server_failure(exception)
+        if failure is None or not failure.diagnosis:
             return RetryDecision.default()
+        diagnosis = failure.diagnosis
         cause = diagnosis.get("cause", "unknown")
         reason = f"{cause}: {diagnosis.get('explanation', '')} Next step: {diagnosis.get('first_action', '')}"[
             :MAX_REASON

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import BaseSensorOperator, PokeReturnValue
 
 from airflow_provider_vllm import worker
-from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable, StartFailed
+from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable
 from airflow_provider_vllm.operators.publish import publish
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class VllmServerReadySensor(BaseSensorOperator):
         from airflow_provider_vllm.server import readiness
         from airflow_provider_vllm.server.handle import ServerHandle
 
-        handle = ServerHandle.of(self.server or {})
+        handle = ServerHandle.of(self.server)
         handle.require_reachable()
         current, alive, log_path = _look(handle)
         outcome = readiness.decide(current, supervisor_alive=alive, now=time.time())
@@ -67,8 +67,7 @@ class VllmServerReadySensor(BaseSensorOperator):
             return False
         if outcome.verdict == readiness.HAS_FAILED:
             error = readiness.start_error(current, outcome.message, log_path, "")
-            if isinstance(error, StartFailed):
-                publish(error, context, self.log)
+            publish(error, context, self.log)
             raise error
         done = {**handle.to_json(), "base_url": current.base_url}
         return PokeReturnValue(is_done=True, xcom_value=done)

@@ -70,6 +70,7 @@ class OwnServer:
         self._restarts_left -= 1
         self._report(f"the server was lost ({reason}); starting it again")
         if self._running:
+            _refuse_after_stop(self._running.directory)
             _settle(self._running, reason)
         self._running = self._start(False)
         return _endpoint(self._running)
@@ -165,6 +166,8 @@ class SharedServer:
                 return self._use(
                     wait(handle_of(current, spec), directory, spec, report=self._report)
                 )
+            if directory and current and current.nonce == lost_nonce:
+                _refuse_after_stop(directory)
             self._report(f"the server {server_id} does not run ({reason}); starting it again")
             return self._use(self._restart(directory))
 
@@ -285,6 +288,17 @@ def ask_to_stop(handle: ServerHandle, directory: GenerationDir) -> None:
 
 def _endpoint(running: Running) -> Endpoint:
     return Endpoint(running.state.base_url or "", running.state.model, running.key, owned=True)
+
+
+def _refuse_after_stop(directory: GenerationDir) -> None:
+    """Raises ServerLost when the server's end was asked for: its teardown ran, or a newer try of the task
+    took over, while this one had not been killed yet. To start it again would leave it to nobody."""
+    current = directory.read()
+    if current and current.reason == "asked" and current.state in (state.DRAINING, state.STOPPED):
+        raise ServerLost(
+            f"The server {current.server_id} was {current.message} while this batch ran, so this try does not start "
+            "it again. A retry does, and sends only the rows without an answer."
+        )
 
 
 def _lives(current: ServerState) -> bool:
