@@ -11,14 +11,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airflow_provider_vllm.server import probe, segments, state
 from airflow_provider_vllm.server.guarded import GuardedProcess
 from airflow_provider_vllm.server.lease import Lease
-from airflow_provider_vllm.server.logwatch import LogWatch
+from airflow_provider_vllm.server.logwatch import LogWatch, News
 from airflow_provider_vllm.server.order import Order, url_of
 from airflow_provider_vllm.server.processes import ProcessId, descendants
 from airflow_provider_vllm.server.record import Record
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LOG_S = 0.2
 PROBE_S = 0.2
 HEALTH_S = 0.5
+HEALTH_TIMEOUT_S = 5.0
 LIMITS_S = 0.5
 METRICS_S = 5.0
 TREE_S = 0.5
@@ -73,9 +74,18 @@ class Terms:
 class Life:
     """`run()` starts vLLM and returns its End; `process` is what the supervisor then takes down."""
 
-    def __init__(self, order: Order, key: str, record: Record, terms: Terms, port: int) -> None:
+    def __init__(
+        self,
+        order: Order,
+        key: str,
+        record: Record,
+        terms: Terms,
+        port: int,
+        devices: Mapping[str, str],
+    ) -> None:
         self.order, self.spec, self.key = order, order.spec, key
-        self.record, self.terms, self.port = record, terms, port
+        self.record, self.terms = record, terms
+        self.port, self.devices = port, devices
         self.process = GuardedProcess()
         self.news = LogWatch(record.dir.log_file)
         self.port_was_taken = False
@@ -90,8 +100,9 @@ class Life:
         self.finish(End(state.FAILED, reason, message))
 
     async def run(self, lock_fds: tuple[int, ...]) -> End:
-        command = self.order.command(self.port)
-        environ = self.order.environ(os.environ, self.key, self.record.state.gpus)
+        # It may ask the interpreter what it has, which takes a moment.
+        command = await asyncio.to_thread(self.order.command, self.port)
+        environ = self.order.environ(os.environ, self.key, self.devices)
         log.info("starting %s", " ".join(command))
         try:
             await self.process.start(command, environ, self.record.dir.log_file, lock_fds)
@@ -134,7 +145,9 @@ class Life:
 
     async def _watch_exit(self) -> None:
         await self.process.exited.wait()
-        if self._loading and (self.news.read().port_taken or self.port_was_taken):
+        while self._take_news().more:
+            pass
+        if self._loading and self.port_was_taken:
             self.fail("port_taken", f"port {self.port} was taken by another process")
         self.fail("exit", f"vLLM ended with exit status {self.process.exit_status}")
 
@@ -144,19 +157,22 @@ class Life:
 
     async def _watch_log(self) -> None:
         while True:
-            news = self.news.read()
-            self.port_was_taken = self.port_was_taken or news.port_taken
-            if self._loading and (news.stage or news.progress):
-                self.record.write(
-                    stage=news.stage or self.record.state.stage, progress=news.progress
-                )
+            news = self._take_news()
             if news.fatal:
                 log.error("fatal line: %s", news.fatal)
                 exited = asyncio.ensure_future(self.process.exited.wait())
                 await asyncio.wait([exited], timeout=LAST_WORDS_S)
                 exited.cancel()
                 self.fail("engine_dead", f"the engine died: {news.fatal[:300]}")
-            await asyncio.sleep(LOG_S)
+            await asyncio.sleep(0 if news.more else LOG_S)
+
+    def _take_news(self) -> News:
+        """Read on in the log, and note what it says of the start."""
+        news = self.news.read()
+        self.port_was_taken = self.port_was_taken or news.port_taken
+        if self._loading and (news.stage or news.progress):
+            self.record.write(stage=news.stage or self.record.state.stage, progress=news.progress)
+        return news
 
     async def _watch_answers(self) -> None:
         import aiohttp
@@ -181,17 +197,20 @@ class Life:
         return await probe.ask(session, url, self.key, self.spec.served_model_name, timeout)
 
     async def _watch_health(self, session: aiohttp.ClientSession, url: str) -> None:
-        good = time.monotonic()
+        # Silence is counted in rounds of bounded length: a machine that was paused as a whole
+        # must not count as a server that went silent.
+        silent, now = 0.0, time.monotonic()
         while True:
-            answer = await self._ask(session, url, 5)
-            now = time.monotonic()
+            answer = await self._ask(session, url, HEALTH_TIMEOUT_S)
+            before, now = now, time.monotonic()
+            silent += min(now - before, HEALTH_TIMEOUT_S + 2 * HEALTH_S)
             if answer.verdict == probe.OURS:
-                good = now
+                silent = 0.0
             elif answer.verdict == probe.ENGINE_DEAD:
                 self.fail("engine_dead", f"the engine died: {answer.detail}")
-            elif now - good > FROZEN_S:
-                silent = f"the API server has not answered for {now - good:.0f} s"
-                self.fail("api_frozen", f"{silent} ({answer.detail})")
+            elif silent > FROZEN_S:
+                text = f"the API server has not answered for {silent:.0f} s"
+                self.fail("api_frozen", f"{text} ({answer.detail})")
             await asyncio.sleep(HEALTH_S)
 
     async def _watch_movement(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -211,6 +230,8 @@ class Life:
         limit = self.spec.startup_timeout
         while True:
             now, terms = time.monotonic(), self.terms
+            if self.record.directory_is_gone:
+                self.fail("directory_gone", f"{self.record.dir.path} was removed under the server")
             if terms.owner and not terms.owner.alive:
                 text = f"the task that started it (pid {terms.owner.pid}) is gone"
                 self.finish(End(state.STOPPED, "owner_gone", text))
@@ -234,10 +255,8 @@ class Life:
             await asyncio.sleep(TREE_READY_S if settled else TREE_S)
 
     def record_tree(self) -> None:
-        """All of the tree is below the guard, which is its sub-reaper."""
-        if self.process.guard is None:
-            return
-        tree = descendants(self.process.guard.pid)
+        """All of the tree is below the guard, its sub-reaper, and without a guard below us."""
+        tree = [stat for stat in descendants(os.getpid()) if stat.identity != self.process.guard]
         known = set(self.record.state.segments)
         self.record.write(
             tree=tuple(stat.identity for stat in tree),

@@ -5,13 +5,16 @@ The file is 0600 in a 0700 directory, since `spec.env` may hold what the worker 
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from airflow_provider_vllm.environment import allowed
-from airflow_provider_vllm.server.gpus import visible_devices
+from airflow_provider_vllm.environment import START_MARK, allowed
+from airflow_provider_vllm.exceptions import InvalidSpec
+from airflow_provider_vllm.server.checks.lora import needed_rank
+from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.interpreter import inspect
 from airflow_provider_vllm.server.processes import ProcessId
 from airflow_provider_vllm.server.state import GenerationDir, read_json, write_json
@@ -59,26 +62,32 @@ class Order:
             f"--port={port}",
             *spec.engine_argv(),
         ]
-        if spec.lora_modules:
-            if "enable_lora" not in {name.replace("-", "_") for name in spec.engine_args}:
-                words.append("--enable-lora")
-            words += [
-                "--lora-modules",
-                *(f"{name}={path}" for name, path in spec.lora_modules.items()),
-            ]
-        return words
+        return words + _lora_words(spec)
 
     def environ(
-        self, environ: Mapping[str, str], key: str, gpus: tuple[str, ...]
+        self, environ: Mapping[str, str], key: str, devices: Mapping[str, str]
     ) -> dict[str, str]:
-        """The environment of vLLM: the allowed part of `environ`, the key, the GPUs, and the spec's own."""
+        """The environment of vLLM: the allowed part of `environ`, the key, the variables that show it
+        its GPUs, the spec's own, and the mark by which what is left of this start is found."""
         out = allowed(environ)
         out["PYTHONUNBUFFERED"] = "1"
         out["VLLM_API_KEY"] = key
-        out["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)
+        out.update(devices)
         # vLLM's own limit for the engine (600 s by default) must not end a start that may take longer.
         out["VLLM_ENGINE_READY_TIMEOUT_S"] = str(max(600, int(self.spec.startup_timeout)))
-        return {**out, **self.spec.env}
+        return {**out, **self.spec.env, START_MARK: self.nonce}
+
+
+def _lora_words(spec: ServerSpec) -> list[str]:
+    """The adapters as options of vLLM, with room for the largest rank. Raises InvalidSpec."""
+    if not spec.lora_modules:
+        return []
+    options = Options.of(spec.engine_args)
+    words = [] if options.get("enable_lora") is not None else ["--enable-lora"]
+    rank = needed_rank(spec.lora_modules)
+    if rank is not None and options.get("max_lora_rank") is None:
+        words.append(f"--max-lora-rank={rank}")
+    return [*words, "--lora-modules", *(f"{n}={p}" for n, p in spec.lora_modules.items())]
 
 
 def _fill(word: str, known: Mapping[str, str]) -> str:
@@ -96,14 +105,19 @@ def free_port(host: str) -> int:
 
 
 def port_is_taken(host: str, port: int) -> bool:
-    """Whether another process listens on `host`:`port`."""
+    """Whether another process listens on `host`:`port`. Raises InvalidSpec where nobody could."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return True
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:
+                return True
+            raise InvalidSpec(
+                f"ServerSpec.host {host!r}, port {port}: this worker can't listen there "
+                f"({exc.strerror or exc}). Use an address of this worker and a port from 1024 on, or port=0."
+            ) from None
     return False
 
 

@@ -3,13 +3,15 @@
 Enters: the order in DIR. Leaves: state.json, vllm.log, the diagnosis, and no process once it has ended.
 
 Invariants: every unrequested end is written down, then diagnosed, before anything is removed; the tree
-is gone when `settled` is true.
+is gone when `settled` is true. As a sub-reaper it inherits what a killed guard leaves, so nothing of the
+tree can get away from it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -17,11 +19,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from airflow_provider_vllm.server import control, gpu_locks, gpus, segments, state
+from airflow_provider_vllm.exceptions import ServerError
+from airflow_provider_vllm.server import control, gpu_locks, gpus, remains, state
+from airflow_provider_vllm.server.checks.options import Options
+from airflow_provider_vllm.server.interpreter import inspect
 from airflow_provider_vllm.server.lease import Lease
 from airflow_provider_vllm.server.life import End, Life, Terms
 from airflow_provider_vllm.server.order import Order, free_port, url_of
-from airflow_provider_vllm.server.processes import kill, this_process, tree_of
+from airflow_provider_vllm.server.locks import file_lock
+from airflow_provider_vllm.server.processes import adopt_orphans, this_process
 from airflow_provider_vllm.server.record import Record
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, pid_namespace
 
@@ -33,6 +39,10 @@ PORT_ATTEMPTS = 5
 GRACE_S = 5.0
 GRACE_LOADING_S = 1.0
 MEMORY_S = 5.0
+# The tree stays until its evidence is taken, and no longer.
+DIAGNOSIS_S = 15.0
+# Others hold the lock of this start for an instant, to see whether it is held.
+LOCK_S = 5.0
 
 log = logging.getLogger("supervisor")
 
@@ -45,6 +55,8 @@ class Supervisor:
         self.order = order = Order.read(directory)
         self.spec = order.spec
         self.key = directory.key() or ""
+        if not self.key:
+            raise ServerError(f"{directory.key_file} is missing or empty: this start has no key.")
         self.record = Record(directory, _first_state(order))
         lease = Lease.start(
             time.monotonic(),
@@ -56,13 +68,17 @@ class Supervisor:
         self.asked: End | None = None
         self.lock_fds: tuple[int, ...] = ()
         self.gpus_before: tuple[gpus.Gpu, ...] = ()
+        self.devices = gpus.device_environ((), ())
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.ask_to_stop, f"supervisor got signal {number}")
-        runner = await self.open_control()
+        runner, url = await self.open_control()
         try:
+            if not self.record.write_first(control_url=url, lease_until=self.terms.until):
+                log.info("this start was called off before it began")
+                return
             await self.take_down(await self.claim_gpus() or await self.live())
         except Exception as exc:
             log.exception("the supervisor failed")
@@ -73,11 +89,12 @@ class Supervisor:
             await runner.cleanup()
 
     def ask_to_stop(self, reason: str) -> None:
-        self.asked = self.asked or End(state.STOPPED, "asked", f"stopped as asked ({reason[:200]})")
+        text = " ".join(reason.split())[:200]
+        self.asked = self.asked or End(state.STOPPED, "asked", f"stopped as asked ({text})")
         if self.life:
             self.life.finish(self.asked)
 
-    async def open_control(self) -> web.AppRunner:
+    async def open_control(self) -> tuple[web.AppRunner, str]:
         from aiohttp import web
 
         app = control.build_app(
@@ -92,8 +109,7 @@ class Supervisor:
         await runner.setup()
         await web.TCPSite(runner, self.spec.host, 0).start()
         port = runner.addresses[0][1]
-        self.record.write(control_url=url_of(self.spec.host, port), lease_until=self.terms.until)
-        return runner
+        return runner, url_of(self.spec.host, port)
 
     async def claim_gpus(self) -> End | None:
         """Take the locks of the GPUs; an End where they can't be had."""
@@ -108,7 +124,7 @@ class Supervisor:
             wanted if isinstance(wanted, int) else len(wanted),
             owner=self.order.server_id,
             wanted=wanted if isinstance(wanted, tuple) else (),
-            min_free_fraction=float(self.spec.engine_args.get("gpu_memory_utilization") or 0),
+            min_free_fraction=self.needed_fraction(),
         )
         if isinstance(claim, gpus.Shortage):
             reason = "no_gpu" if claim.waiting_helps else "too_few_gpus"
@@ -116,14 +132,21 @@ class Supervisor:
             return End(state.FAILED, reason, f"{claim}{why}")
         self.lock_fds = claim.fds
         self.gpus_before = tuple(gpu for gpu in listed if gpu.uuid in claim.uuids)
+        reads_uuids = bool(self.spec.command) or inspect(self.order.python).reads_gpu_uuids
+        self.devices = gpus.device_environ(claim.uuids, listed, reads_uuids=reads_uuids)
         self.record.write(gpus=claim.uuids)
         return None
+
+    def needed_fraction(self) -> float:
+        """The part of a GPU's memory that has to be free: vLLM refuses to start with less."""
+        options = Options.of(self.spec.engine_args)
+        return 0.0 if options.get("kv_cache_memory_bytes") else options.gpu_memory_utilization
 
     async def live(self) -> End:
         """Lead one life of vLLM; with a free choice of port, another one where that was taken."""
         for attempt in range(1, PORT_ATTEMPTS + 1):
             port = self.spec.port or free_port(self.spec.host)
-            self.life = Life(self.order, self.key, self.record, self.terms, port)
+            self.life = Life(self.order, self.key, self.record, self.terms, port, self.devices)
             if self.asked:
                 return self.asked
             end = await self.life.run(self.lock_fds)
@@ -152,7 +175,7 @@ class Supervisor:
             await self.diagnose()
         else:
             self.record.write(state=state.DRAINING, reason=end.reason, message=end.message)
-            if process and not process.exited.is_set():
+            if process and process.engine and not process.exited.is_set():
                 process.terminate()
                 exited = asyncio.ensure_future(process.exited.wait())
                 await asyncio.wait([exited], timeout=GRACE_LOADING_S if loading else GRACE_S)
@@ -172,20 +195,12 @@ class Supervisor:
         if self.life is None or self.life.process.guard is None:
             return []
         self.life.record_tree()
-        process = self.life.process
-        await process.kill_tree()
-        await process.close()
-        session = process.engine.pid if process.engine else None
-        recorded = [each for each in (process.engine, *self.record.state.tree) if each]
-
-        def sweep() -> list[int]:
-            found = tree_of(recorded, session, [self.dir.log_file])
-            return [each.pid for each in kill([stat.identity for stat in found], timeout=3)]
-
-        left = await asyncio.to_thread(sweep)
-        if removed := segments.remove(self.record.state.segments):
-            log.info("removed /dev/shm segments: %s", ", ".join(removed))
-        return left
+        await self.life.process.kill_tree()
+        await self.life.process.close()
+        left = await asyncio.to_thread(
+            remains.end, self.dir, self.record.state, below=os.getpid(), timeout=3.0
+        )
+        return [each.pid for each in left]
 
     async def memory_not_back(self) -> list[str]:
         """The driver needs a moment to free a killed process's memory; what stays is named."""
@@ -206,7 +221,9 @@ class Supervisor:
         try:
             from airflow_provider_vllm.server.postmortem import examine
 
-            found, text = await asyncio.to_thread(examine, self.dir, self.order, self.record.state)
+            found, text = await asyncio.wait_for(
+                asyncio.to_thread(examine, self.dir, self.order, self.record.state), DIAGNOSIS_S
+            )
             self.record.write(diagnosis=found.to_json(), report=text)
         except Exception:
             log.exception("the failure could not be diagnosed")
@@ -235,8 +252,14 @@ def main(argv: list[str]) -> int:
 
     async def supervise() -> None:
         # Inside the loop: futures and events belong to it.
-        await Supervisor(GenerationDir(Path(argv[1]))).run()
+        directory = GenerationDir(Path(argv[1]))
+        with file_lock(directory.alive_file, timeout=LOCK_S):
+            await Supervisor(directory).run()
+        # A thread that hangs in a driver or on a disk must not keep this process.
+        logging.shutdown()
+        os._exit(0)
 
+    adopt_orphans()
     asyncio.run(supervise())
     return 0
 
