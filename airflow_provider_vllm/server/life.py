@@ -174,6 +174,12 @@ class Life:
             self.record.write(stage=news.stage or self.record.state.stage, progress=news.progress)
         return news
 
+    def _note(self, news: News) -> None:
+        """Write down what the log says of a start."""
+        self.port_was_taken = self.port_was_taken or news.port_taken
+        if self._loading and (news.stage or news.progress):
+            self.record.write(stage=news.stage or self.record.state.stage, progress=news.progress)
+
     async def _watch_answers(self) -> None:
         import aiohttp
 
