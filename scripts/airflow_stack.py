@@ -12,20 +12,20 @@ was still alive after the parts had ended is returned by `stop`.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO
 
 from scripts.airflow_client import AirflowClient
 from scripts.airflow_config import USER, Settings, free_port, write_config
 from scripts.progress import Note, Progress
-from scripts.reaper import command_line, strays
+from scripts.reaped import Reaped
 
 PARTS = {
     "api-server": ["api-server"],
@@ -34,6 +34,7 @@ PARTS = {
     "triggerer": ["triggerer", "--skip-serve-logs"],
 }
 HEALTHY = ("metadatabase", "scheduler", "dag_processor", "triggerer")
+LOCK = "lock"
 TAIL_CHARACTERS = 3000
 
 
@@ -42,7 +43,12 @@ class StackFailed(Exception):
 
 
 class AirflowStack:
-    """One Airflow in `home`; `environ` is added to its parts' environment, and so to the tasks'."""
+    """One Airflow in `home`, which is emptied first when `fresh`.
+
+    `environ` is added to the environment of its parts, and so of tasks; `settings` and `database`
+    as in airflow_config.py; `port` is the API server's, 0 takes a free one. Raises StackFailed when
+    another Airflow runs in this home.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class AirflowStack:
         environ: Mapping[str, str] | None = None,
         database: str | None = None,
         port: int = 0,
+        fresh: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.home = home
@@ -61,9 +68,12 @@ class AirflowStack:
         self.url = f"http://127.0.0.1:{self.port}"
         self.pids: dict[str, int] = {}
         self._progress = progress or Progress()
-        self._reaper: subprocess.Popen[str] | None = None
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self._lock = (home / "lock").open("w")
+        self._reaped = Reaped()
+        home.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_home()
+        if fresh:
+            _empty(home)
+        self.logs.mkdir(exist_ok=True)
         self.password = write_config(
             home, dag_folders, settings or {}, port=self.port, database=database
         )
@@ -73,9 +83,8 @@ class AirflowStack:
     def start(self, timeout: float = 120.0) -> None:
         """Make the database where it is missing, start the parts, wait until all are healthy.
 
-        Raises StackFailed, also when another Airflow runs in this home.
+        Raises StackFailed.
         """
-        self._take_home()
         with self._progress.stage("Airflow's database"):
             self.run_command("db", "migrate")
         with self._progress.stage("Airflow's parts") as note:
@@ -87,34 +96,21 @@ class AirflowStack:
         """End everything, parts that take longer than `grace` seconds by force. The command lines
         of what tasks had left behind, such as servers that nobody stopped. Safe before start and
         twice."""
-        reaper, self._reaper = self._reaper, None
         self.client.close()
-        answer = ""
-        if reaper is not None:
-            answer, _ = reaper.communicate(json.dumps({"end": grace}) + "\n")
+        left = self._reaped.end(grace)
         self.pids.clear()
         self._lock.close()
-        return json.loads(answer.splitlines()[-1])["left"] if answer else []
+        return left
 
     def start_part(self, name: str) -> int:
         """Start one part (a key of PARTS), for the first time or after it was killed; its pid."""
-        answer = self._ask_reaper(
-            {
-                "argv": [sys.executable, "-m", "airflow", *PARTS[name]],
-                "env": self._environ,
-                "log": str(self.part_log(name)),
-            }
-        )
-        if "error" in answer:
-            raise StackFailed(answer["error"])
-        self.pids[name] = answer["pid"]
+        command = [sys.executable, "-m", "airflow", *PARTS[name]]
+        self.pids[name] = self._reaped.start(command, env=self._environ, log=self.part_log(name))
         return self.pids[name]
 
     def strays(self) -> list[str]:
         """Command lines of what tasks started and left behind; it lives outside of all parts."""
-        if self._reaper is None:
-            return []
-        return [command_line(pid) for pid in strays(self._reaper.pid, self.pids.values())]
+        return self._reaped.strays(list(self.pids.values()))
 
     def dead_parts(self) -> list[str]:
         """Names of the parts that were started and have gone."""
@@ -156,26 +152,14 @@ class AirflowStack:
     ) -> None:
         self.stop()
 
-    def _take_home(self) -> None:
+    def _take_home(self) -> IO[str]:
+        lock = (self.home / LOCK).open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.close()
             raise StackFailed(f"Another Airflow runs in {self.home}: end that one first.") from None
-
-    def _ask_reaper(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._reaper is None:
-            self._reaper = subprocess.Popen(
-                [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        assert self._reaper.stdin is not None
-        assert self._reaper.stdout is not None
-        self._reaper.stdin.write(json.dumps(request) + "\n")
-        self._reaper.stdin.flush()
-        return json.loads(self._reaper.stdout.readline())
+        return lock
 
     def _wait_until_healthy(self, timeout: float, note: Note) -> None:
         deadline = time.monotonic() + timeout
@@ -183,6 +167,7 @@ class AirflowStack:
             status = self.client.healthy()
             missing = [part for part in HEALTHY if status.get(part) != "healthy"]
             if not missing:
+                note.text = ""
                 return
             note.text = f"waiting for {', '.join(missing)}"
             self._raise_for_dead_parts()
@@ -194,6 +179,14 @@ class AirflowStack:
         for name in self.dead_parts():
             said = self.part_log(name).read_text(errors="replace")[-TAIL_CHARACTERS:]
             raise StackFailed(f"{name} died at start; {self.part_log(name)} ends:\n{said}")
+
+
+def _empty(home: Path) -> None:
+    for path in home.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 def _inherited() -> dict[str, str]:

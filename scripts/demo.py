@@ -10,7 +10,6 @@ run failed or a server was left behind.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.airflow_client import AirflowClient, ApiError, WaitTimedOut
-from scripts.airflow_stack import AirflowStack, StackFailed
-from scripts.example_airflow import example_environ, example_model, example_settings
+from scripts.airflow_stack import StackFailed
+from scripts.example_airflow import example_airflow, example_model
 from scripts.follow import Follower
 from scripts.progress import Progress
 from scripts.set_up import ROOT
@@ -43,17 +42,14 @@ class Run:
 
 
 def main(home: Path = HOME) -> int:
-    """Run the demo with its Airflow in `home`, which is emptied first; the exit status."""
-    shutil.rmtree(home, ignore_errors=True)  # one demo's logs at a time
+    """Run the demo with its Airflow in `home`; the exit status."""
     progress = Progress(2 + len(EXAMPLES))
     progress.say(f"model: {example_model()}")
-    stack = AirflowStack(
-        home,
-        [DAGS],
-        settings=example_settings(home),
-        environ=example_environ(home),
-        progress=progress,
-    )
+    try:
+        stack = example_airflow(home, [DAGS], progress, fresh=True)  # one demo's logs at a time
+    except StackFailed as error:
+        print(error, file=sys.stderr)
+        return 1
     try:
         stack.start()
         runs = [run_example(stack.client, dag_id, progress) for dag_id in EXAMPLES]

@@ -8,9 +8,13 @@ run the same thing.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from scripts.airflow_stack import AirflowStack
 from scripts.models import INSTRUCT
+from scripts.progress import Progress
 from scripts.set_up import MODELS, ROOT, vllm_build
 
 # Enough for the examples, and within a small machine's memory (GiB, a whole number).
@@ -20,6 +24,17 @@ CPU_CACHE_GIB = "1"
 def example_model() -> str:
     """The model that the example DAGs serve."""
     return os.environ.get("MODEL") or str(MODELS / INSTRUCT)
+
+
+def example_airflow(
+    home: Path, dag_folders: Sequence[Path], progress: Progress | None = None, **further: Any
+) -> AirflowStack:
+    """An Airflow in `home` for these DAGs, not started; `further` as in AirflowStack."""
+    settings = {**example_settings(home), **further.pop("settings", {})}
+    environ = {**example_environ(home), **further.pop("environ", {})}
+    return AirflowStack(
+        home, dag_folders, settings=settings, environ=environ, progress=progress, **further
+    )
 
 
 def example_settings(home: Path) -> dict[str, dict[str, str]]:
@@ -33,15 +48,10 @@ def example_settings(home: Path) -> dict[str, dict[str, str]]:
 
 
 def example_environ(home: Path) -> dict[str, str]:
-    """What the example DAGs ask for (VLLM_MODEL, VLLM_DATA), and what vLLM has to know of here.
-
-    The folder that VLLM_DATA names is made.
-    """
-    data = home / "data"
-    data.mkdir(parents=True, exist_ok=True)
+    """What the example DAGs ask for (VLLM_MODEL, VLLM_DATA), and what vLLM has to know of here."""
     environ = {
         "VLLM_MODEL": example_model(),
-        "VLLM_DATA": str(data),
+        "VLLM_DATA": str(home / "data"),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }

@@ -1,9 +1,9 @@
 """A small process that starts others and leaves none of them behind.
 
-Enters, on stdin, one JSON object a line: `{"argv": [...], "env": {...}, "log": PATH}` starts a
-command in its own session with both streams appended to PATH; `{"end": SECONDS}`, or the end of
-stdin, ends everything. Leaves, on stdout, one JSON line for each: `{"pid": N}` or `{"error": TEXT}`
-for a start, `{"left": [...]}` at the end, with the command lines of what the started commands had
+Enters, on stdin, one JSON object a line: `{"argv": [...], "env": {...}, "log": PATH, "user": UID or
+null, "end_signal": N}` starts a command in its own session with both streams appended to PATH;
+`{"end": SECONDS}`, or the end of stdin, ends everything. Leaves, on stdout, one JSON line for each:
+`{"pid": N}` or `{"error": TEXT}` for a start, `{"left": [...]}` at the end, with the command lines of what the started commands had
 left outside of their own trees when they had ended, or had been given SECONDS to.
 
 Invariants: it is the sub-reaper of all it starts, so whatever their children do (new sessions,
@@ -37,9 +37,12 @@ class Reaper:
     """Starts commands, collects every child that dies, and ends them all."""
 
     def __init__(self) -> None:
-        self._started: dict[int, Path] = {}  # pid -> log of the commands that were asked for
+        # pid -> log and end signal, of the commands that were asked for and live
+        self._started: dict[int, tuple[Path, int]] = {}
 
-    def start(self, argv: list[str], env: dict[str, str], log: str) -> dict[str, Any]:
+    def start(
+        self, argv: list[str], env: dict[str, str], log: str, user: int | None, end_signal: int
+    ) -> dict[str, Any]:
         """Start one command; the answer to print."""
         try:
             with Path(log).open("ab") as out:
@@ -49,12 +52,14 @@ class Reaper:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
+                    user=user,
+                    cwd="/" if user is not None else None,  # it may not be let in here
                     start_new_session=True,
                 )
         except OSError as error:
             return {"error": f"{argv[0]} did not start: {error}"}
         process.returncode = 0  # collected by `reap`, not by Popen
-        self._started[process.pid] = Path(log)
+        self._started[process.pid] = (Path(log), end_signal)
         return {"pid": process.pid}
 
     def reap(self) -> None:
@@ -66,13 +71,15 @@ class Reaper:
                 return
             if pid == 0:
                 return
-            if log := self._started.pop(pid, None):
+            if pid in self._started:
+                log, _ = self._started.pop(pid)
                 with contextlib.suppress(OSError), log.open("a") as out:
                     out.write(f"\n[pid {pid} ended: {_how(status)}]\n")
 
     def end(self, grace: float) -> dict[str, Any]:
-        """TERM the started, wait `grace` seconds, then end what is left; the answer to print."""
-        _signal(list(self._started), signal.SIGTERM)
+        """Ask the started to end, wait `grace` seconds, then end what is left; the answer to print."""
+        for pid, (_, number) in self._started.items():
+            _signal([pid], number)
         self._wait(grace, lambda: not self._started)
         left = strays(os.getpid(), self._started)
         said = [command_line(pid) for pid in left]
@@ -121,7 +128,7 @@ def strays(root: int, started: Iterable[int]) -> list[int]:
     return [pid for pid in descendants(root) if pid not in inside]
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
+def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from scripts.airflow_config import USER
-from scripts.airflow_stack import AirflowStack, StackFailed
-from scripts.example_airflow import example_environ, example_model, example_settings
+from scripts.airflow_stack import StackFailed
+from scripts.example_airflow import example_airflow, example_model
 from scripts.progress import Progress
 from scripts.set_up import ROOT
 
@@ -26,14 +26,12 @@ def main(home: Path = HOME) -> int:
     """Run with the Airflow of `home` until interrupted; the exit status."""
     signal.signal(signal.SIGTERM, _interrupt)
     progress = Progress(2)
-    stack = AirflowStack(
-        home,
-        [ROOT / "dags"],
-        settings=example_settings(home),
-        environ=example_environ(home),
-        port=int(os.environ.get("PORT") or 0),
-        progress=progress,
-    )
+    try:
+        port = int(os.environ.get("PORT") or 0)
+        stack = example_airflow(home, [ROOT / "dags"], progress, port=port)
+    except StackFailed as error:
+        print(error, file=sys.stderr)
+        return 1
     try:
         stack.start()
         print(

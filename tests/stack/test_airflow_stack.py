@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts.airflow_client import AirflowClient, ApiError, WaitTimedOut
-from scripts.airflow_stack import AirflowStack
+from scripts.airflow_stack import AirflowStack, StackFailed
 from scripts.reaper import descendants
 from scripts.set_up import ROOT
 from tests.stack.conftest import MakeStack
@@ -125,6 +126,37 @@ def test_a_part_can_be_killed_and_started_again(make_stack: MakeStack) -> None:
     assert "SIGKILL" in stack.part_log("scheduler").read_text()
     # Airflow's own leftovers: nobody tells the idle workers that their scheduler is gone.
     assert all("LocalExecutor" in line for line in stack.stop())
+
+
+@pytest.mark.full
+def test_it_runs_on_postgresql(make_stack: MakeStack, postgres_url: str) -> None:
+    stack = make_stack(database=postgres_url)
+    run = stack.client.run_dag(DAG)
+    assert stack.client.finish(DAG, run, timeout=120) == "success"
+    assert not (stack.home / "airflow.db").exists()
+
+
+def test_a_second_airflow_in_the_same_home_is_refused(tmp_path: Path) -> None:
+    first = AirflowStack(tmp_path, [tmp_path])
+    config = (tmp_path / "airflow.cfg").read_text()
+    with pytest.raises(StackFailed, match="end that one first"):
+        AirflowStack(tmp_path, [tmp_path], fresh=True)
+    assert (tmp_path / "airflow.cfg").read_text() == config
+    first.stop()
+    AirflowStack(tmp_path, [tmp_path], fresh=True).stop()
+
+
+def test_secrets_outlive_a_restart_and_are_private(tmp_path: Path) -> None:
+    for _ in range(2):
+        AirflowStack(tmp_path, [tmp_path]).stop()
+        for name in ("airflow.cfg", "passwords.json"):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        lines = (tmp_path / "airflow.cfg").read_text().splitlines()
+        secrets = [line for line in lines if line.startswith(("fernet_key", "jwt_secret"))]
+        (tmp_path / "secrets").touch()
+        assert (tmp_path / "secrets").read_text() in ("", str(secrets))
+        (tmp_path / "secrets").write_text(str(secrets))
+    assert len(secrets) == 2
 
 
 def _alive(pid: int) -> bool:
