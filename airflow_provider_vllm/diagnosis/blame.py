@@ -82,7 +82,7 @@ def blame(
         for suspect in suspects
         if not _interrupts(suspect) and (suspect.event.kind != "native" or suspect.rule)
     ]
-    others = [suspect for suspect in others if _supported(suspect, others)]
+    others = [suspect for suspect in others if _counts(suspect, others)]
     best = min(others, key=lambda suspect: suspect.rank, default=None)
     return Blame(
         best,
@@ -145,12 +145,22 @@ def _at_line(event: Event, line: int) -> Event:
     return Event(**{**event.__dict__, "record": event.lines[line]})
 
 
-def _supported(suspect: Suspect, others: Sequence[Suspect]) -> bool:
-    needs = suspect.rule.needs if suspect.rule and suspect.event.kind == "native" else None
-    rest = [other for other in others if other.event.kind != "native"]
-    if needs is None or not rest:
+def _counts(suspect: Suspect, others: Sequence[Suspect]) -> bool:
+    """False for a native line that nothing supports, and a logged one that a traceback repeats."""
+    rule, event = suspect.rule, suspect.event
+    if rule is None:
         return True
-    return any(re.search(needs, other.event.message) for other in rest)
+    if event.kind == "logged":
+        return not any(
+            other.rule is rule
+            and other.event.kind == "exception"
+            and other.event.depth >= event.depth
+            for other in others
+        )
+    rest = [other for other in others if other.event.kind != "native"]
+    if event.kind != "native" or rule.needs is None or not rest:
+        return True
+    return any(re.search(rule.needs, other.event.message) for other in rest)
 
 
 def _strength(event: Event, rule: Rule | None) -> int:

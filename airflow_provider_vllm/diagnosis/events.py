@@ -15,6 +15,8 @@ from airflow_provider_vllm.diagnosis.wrappers import is_wrapper
 
 MESSAGE_LINES = 14
 STRANGE_LINES = 40
+FAR = 300
+"""Lines of one logger call are never so many lines of other processes apart."""
 
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):?[\s─╮]*$")
 _CHAINED = re.compile(
@@ -189,9 +191,13 @@ class _Parser:
             stream.state, stream.frames = "frames", []
             self._frame(stream, record, text)
             return
-        if record.level is None and (_BREAK.search(text) or record.number - event.number > 60):
+        gap = record.number - event.lines[-1].number
+        if gap > FAR or (record.level is None and (_BREAK.search(text) or gap > 60)):
             self._close(stream)
             self._idle(stream, record, text)
+            return
+        if event.bare and _BARE.match(text):
+            self._bare(stream, record, text)
             return
         if is_wrapper(event.message) and _BARE.match(text):
             self._exception(stream, record, text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # What other programs put before a line: compose, journald, kubectl, build systems, colour remains.
 FOREIGN = re.compile(
     r"""(?:
-        (?:\x1b)?\[(?:\d{1,3}(?:;\d{1,3})*)?m   # colours, with or without their ESC
+        \x1b\[[0-9;]*m | \[\d{1,3}(?:;\d{1,3})*m   # colours, with or without their ESC
       | \x1b\[[0-9;?]*[A-Za-z]
       | [\w./-]{1,60}\s{1,20}\|(?:\s|$)(?!\s*\d+%)   # "vllm-1  | ", but no progress bar
       | \s{0,4}\|\s(?=\[|\()

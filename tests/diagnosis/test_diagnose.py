@@ -1,0 +1,216 @@
+"""Verdicts: when a server is blamed, when it is not, and what is said where no line has the cause."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+
+import pytest
+
+from airflow_provider_vllm.diagnosis.diagnose import diagnose
+from airflow_provider_vllm.diagnosis.rule import Diagnosis
+
+SERVER = "(APIServer pid=1) "
+START = SERVER + "INFO 11-30 09:00:00 [api_utils.py:347]  ▄▄ ▄█ █ █ █ ▀▄▀ █  version 0.32.0"
+LOADING = "(Worker pid=3) INFO 11-30 09:00:05 [gpu_model_runner.py:1] Starting to load model /m..."
+READY = "INFO:     Application startup complete."
+OK = 'INFO:     127.0.0.1:5 - "POST /v1/completions HTTP/1.1" 200 OK'
+SHUTDOWN = (
+    SERVER + "INFO 11-30 10:00:00 [launcher.py:254] [shutdown] API server: shutdown triggered"
+)
+DEAD = SERVER + (
+    "ERROR 11-30 10:00:01 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: "
+    "EngineCore encountered an issue. See stack trace (above) for the root cause."
+)
+OOM = (
+    "(Worker pid=3) ERROR 11-30 10:00:00 [multiproc_executor.py:1063] "
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+)
+REFUSED = [
+    "ERROR:    Exception in ASGI application",
+    "Traceback (most recent call last):",
+    '  File "/srv/starlette/app.py", line 1, in f',
+    "ValueError: This model's maximum context length is 4096 tokens.",
+]
+FRIGHTENING = (
+    SERVER
+    + "WARNING 11-30 09:00:00 [interface.py:1] Failed to import from vllm._C: ImportError('x')"
+)
+
+
+def _stats(running: int, tokens: float) -> str:
+    return (
+        f"{SERVER}INFO 11-30 10:05:33 [loggers.py:335] Engine 000: Avg prompt throughput: 0.0 "
+        f"tokens/s, Avg generation throughput: {tokens} tokens/s, Running: {running} reqs, "
+        "Waiting: 0 reqs, GPU KV cache usage: 1.0%, Prefix cache hit rate: 0.0%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "exit_status", "verdict"),
+    [
+        ([START, LOADING, READY, OK], None, "healthy"),
+        ([START, FRIGHTENING, LOADING, READY, *REFUSED, OK], None, "healthy"),
+        ([START, LOADING, READY, OK, SHUTDOWN, DEAD], 0, "stopped"),
+        ([START, LOADING, READY, *REFUSED, SHUTDOWN], None, "stopped"),
+        ([START, LOADING, READY, OK, DEAD, SHUTDOWN], 0, "failed"),
+        ([START, LOADING, READY], -15, "interrupted"),
+        ([START, LOADING, READY], 130, "interrupted"),
+        ([START, LOADING, READY], -9, "failed"),
+        ([START, LOADING], 137, "failed"),
+        ([START, LOADING, READY], 1, "failed"),
+        ([START, LOADING], None, "stalled"),
+        ([START, LOADING, READY, *[_stats(3, 0.0)] * 4], None, "stalled"),
+        ([START, LOADING, READY, *[_stats(3, 9.0)] * 4], None, "healthy"),
+        ([], None, "unknown"),
+        (["nothing that vLLM wrote", "at all"], None, "unknown"),
+    ],
+)
+def test_verdicts(lines: list[str], exit_status: int | None, verdict: str) -> None:
+    found = diagnose(lines, exit_status=exit_status)
+    assert found.verdict == verdict
+    if verdict in ("healthy", "stopped"):
+        assert found.root_line is None
+
+
+def test_a_wrapper_is_never_the_root() -> None:
+    died = (
+        "(EngineCore pid=2) ERROR 11-30 10:00:00 [multiproc_executor.py:315] Worker proc "
+        "VllmWorker-0 died unexpectedly (exit code: -11), shutting down executor."
+    )
+    found = diagnose([START, LOADING, READY, OK, died, DEAD])
+    assert found.root_line is None
+    assert (found.group, found.cause) == ("dead_process", "native_crash")
+    assert found.process == "VllmWorker-0"
+    assert found.wrapper_lines == (died, DEAD)
+    assert "not in the log" in found.explanation
+
+
+def test_the_kernel_log_explains_a_silent_death() -> None:
+    kernel = {"oom_kills": ["Out of memory: Killed process 4711 (VLLM::Worker)"], "xid": []}
+    found = diagnose([START, LOADING], exit_status=-9, evidence={"kernel_log": kernel})
+    assert found.cause == "host_oom_killed"
+    assert "4711" in found.explanation
+    assert found.retry_launch is False
+
+
+def test_a_broken_part_of_the_evidence_is_no_evidence() -> None:
+    evidence = {"kernel_log": {"missing": "dmesg: not allowed"}}
+    assert diagnose([START], exit_status=-9, evidence=evidence).cause == "killed_from_outside"
+    assert diagnose([START], exit_status=-9, evidence={}).cause == "killed_from_outside"
+
+
+def test_an_error_long_before_the_death_is_not_its_cause() -> None:
+    survived = OOM.replace("torch.OutOfMemoryError: CUDA out", "ValueError: something else ran out")
+    log = [START, LOADING, READY, survived, *[_stats(3, 9.0), OK] * 5, OOM, DEAD]
+    assert diagnose(log).root_line == OOM
+
+
+def test_a_victim_is_blamed_only_where_nothing_else_failed() -> None:
+    victim = (
+        "(Worker_TP1 pid=4) ERROR 11-30 09:59:59 [multiproc_executor.py:1063] RuntimeError: "
+        "NCCL error: remote process exited or there was a network error"
+    )
+    assert diagnose([START, LOADING, READY, victim, OOM, DEAD]).root_line == OOM
+    assert diagnose([START, LOADING, READY, victim, DEAD]).root_line == victim
+
+
+def test_of_several_lives_the_last_is_judged_and_the_rest_mentioned() -> None:
+    first = [START, LOADING, OOM, DEAD]
+    second = [START, LOADING, READY, OK]
+    found = diagnose(first + second)
+    assert found.verdict == "healthy"
+    assert any("2 starts" in note for note in found.notes)
+    found = diagnose(second + first)
+    assert (found.verdict, found.root_line_number) == ("failed", len(second) + 3)
+
+
+def test_a_life_that_only_began_gives_way_to_the_one_before() -> None:
+    found = diagnose([START, LOADING, OOM, DEAD, START, LOADING])
+    assert (found.verdict, found.root_line_number) == ("failed", 3)
+
+
+def test_the_remedy_is_one_argument_with_the_number_of_the_message() -> None:
+    line = (
+        "(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1510] ValueError: Free memory on device "
+        "cuda:{} ({}/80.0 GiB) on startup is less than desired GPU memory utilization "
+        "(0.92, 73.6 GiB)."
+    )
+    found = diagnose([line.format(0, "70.0"), line.format(1, "52.1")])
+    assert found.remedy == {"gpu_memory_utilization": 0.65}
+
+
+def test_json_there_and_back() -> None:
+    found = diagnose([START, LOADING, OOM, DEAD])
+    value = found.to_json()
+    assert set(value) == {
+        "verdict",
+        "group",
+        "cause",
+        "root_line",
+        "root_line_number",
+        "process",
+        "wrapper_lines",
+        "retry",
+        "explanation",
+        "first_action",
+        "remedy",
+        "confidence",
+    }
+    assert Diagnosis.from_json(value).to_json() == value
+    with pytest.raises(ValueError, match="not a diagnosis"):
+        Diagnosis.from_json({**value, "verdict": "odd"})
+
+
+def test_the_short_text_says_cause_root_line_and_action() -> None:
+    found = diagnose([START, LOADING, OOM, DEAD])
+    text = found.short()
+    assert found.explanation in text
+    assert OOM[:100] in text
+    assert found.first_action in text
+
+
+def test_the_full_text_holds_context_and_colour_only_when_asked() -> None:
+    log = [START, LOADING, "line before", OOM, DEAD, "line after"]
+    found = diagnose(log)
+    text = found.text()
+    assert "\x1b" not in text
+    assert "line before" in text
+    assert "line after" in text
+    assert "\x1b[" in found.text(colour=True)
+
+
+def test_memory_stays_bounded_on_a_large_log() -> None:
+    busy = (OK + "\n").encode() * 20_000
+    odd = (SERVER + "WARNING 11-30 10:00:00 [a.py:1] " + "odd " * 500 + "\n").encode() * 40
+
+    def blocks() -> bytes:
+        return b"\n".join(line.encode() for line in (START, LOADING, READY)) + b"\n"
+
+    whole = blocks() + (busy + odd) * 25 + (OOM + "\n" + DEAD + "\n").encode()
+    stream = io.BytesIO(whole)
+    tracemalloc.start()
+    try:
+        found = diagnose(stream)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(whole) > 30_000_000
+    assert found.root_line == OOM
+    assert found.root_line_number == whole.count(b"\n") - 1
+    assert peak < 60_000_000
+
+
+def test_thousands_of_errors_after_the_death_do_not_hide_it() -> None:
+    after = [
+        *REFUSED[:3],
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
+    ]
+    long = [line + " " * 900 for line in after]
+    log = [START, LOADING, READY, OK, OOM, DEAD, *long * 6000]
+    assert diagnose(log).root_line == OOM
+
+
+def test_an_unreadable_path_is_an_oserror(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(OSError, match="No such file"):
+        diagnose(tmp_path / "none.log")
