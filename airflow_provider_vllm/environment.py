@@ -11,6 +11,10 @@ from collections.abc import Mapping
 
 MASK = "***"
 
+# In the environment of every process of a server, with the nonce of its start: what has closed its
+# streams and made a session of its own is still found by it.
+START_MARK = "AIRFLOW_VLLM_START"
+
 _ALLOWED_NAMES = frozenset(
     """
     PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH NO_COLOR DO_NOT_TRACK

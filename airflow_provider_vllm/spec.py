@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Any
 
-from airflow_provider_vllm.environment import MASK, looks_secret
+from airflow_provider_vllm.environment import MASK, START_MARK, looks_secret
 from airflow_provider_vllm.exceptions import InvalidSpec
 
 # Options that a field of ServerSpec or the provider itself sets, and what to use instead.
@@ -27,6 +28,7 @@ OWNED_ARGS: dict[str, str] = {
     "data_parallel_supervisor_port": "start one server for each replica",
     "disable_log_stats": "the provider reads vLLM's counters",
     "disable_log_requests": "use enable_log_requests=False",
+    "hf_token": "use the field hf_conn_id",
     "grpc": "the provider speaks HTTP",
     "grpc_port": "the provider speaks HTTP",
     "headless": "the provider needs the API server",
@@ -42,10 +44,18 @@ OWNED_ARGS: dict[str, str] = {
     "uds": "the provider speaks TCP",
 }
 
+# Variables that the provider sets, and what to use instead.
+OWNED_ENV: dict[str, str] = {
+    "VLLM_API_KEY": "use the field auth_conn_id",
+    "CUDA_VISIBLE_DEVICES": "use the field gpus, whose choice is locked against other servers",
+    START_MARK: "the provider finds a server's processes by it",
+}
+
 # vLLM 0.32's options that are plain store-true: they have no --no-… form (read from its parser).
 STORE_TRUE_ARGS = frozenset({"aggregate_engine_logging"})
 
-_ARG_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]*$")
+_ARG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_HOST = re.compile(r"[A-Za-z0-9_.:-]+")
 _SCALARS = (str, int, float)
 
 
@@ -115,7 +125,7 @@ class ServerSpec:
         for name in ("python", "auth_conn_id", "hf_conn_id"):
             if getattr(self, name) is not None:
                 _text(name, getattr(self, name))
-        _text("host", self.host)
+        _host(self.host)
         _number("port", self.port, low=0, high=65535, whole=True)
         for name in ("startup_timeout", "idle_timeout"):
             _number(name, getattr(self, name), low=1)
@@ -230,14 +240,25 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def _host(value: Any) -> None:
+    if not _HOST.fullmatch(_text("host", value)):
+        raise InvalidSpec(
+            f"ServerSpec.host is {value!r}: give one address or host name, without scheme and port."
+        )
+
+
 def _number(
     name: str, value: Any, *, low: float, high: float | None = None, whole: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and not isinstance(value, int)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (whole and not isinstance(value, int))
+    ):
         raise InvalidSpec(
             f"ServerSpec.{name} is {value!r} ({type(value).__name__}): give {'an integer' if whole else 'a number'}."
         )
-    if not value >= low or (high is not None and value > high):
+    if not low <= value < math.inf or (high is not None and value > high):
         limit = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
         raise InvalidSpec(f"ServerSpec.{name} is {value!r}: it has to be {limit}.")
 
@@ -250,7 +271,7 @@ def _gpus(value: Any) -> int | tuple[str, ...] | None:
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         uuids = tuple(_text("gpus", item) for item in value)
-        bad = [u for u in uuids if not re.match(r"^(GPU|MIG)-[0-9A-Za-z/-]+$", u)]
+        bad = [u for u in uuids if not re.fullmatch(r"(GPU|MIG)-[0-9A-Za-z/-]+", u)]
         if bad or len(set(uuids)) != len(uuids):
             raise InvalidSpec(
                 f"ServerSpec.gpus is {list(uuids)!r}: give a count, or different UUIDs as "
@@ -268,7 +289,7 @@ def _engine_args(value: Any) -> dict[str, Any]:
 
 def _engine_arg(name: Any, value: Any) -> Any:
     where = f"ServerSpec.engine_args[{name!r}]"
-    if not isinstance(name, str) or not _ARG_NAME.match(name):
+    if not isinstance(name, str) or not _ARG_NAME.fullmatch(name):
         raise InvalidSpec(
             f"{where} is no option name: write it as in vLLM's help, without dashes before it."
         )
@@ -279,14 +300,17 @@ def _engine_arg(name: Any, value: Any) -> Any:
             raise InvalidSpec(
                 f"{where} is set by the provider (--{owned.replace('_', '-')}): {instead}."
             )
+    texts = value if isinstance(value, (list, tuple)) else (value,)
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise InvalidSpec(f"{where} holds a NUL: no command line can.")
     if value is None or isinstance(value, (bool, *_SCALARS)):
         return value
     if isinstance(value, Mapping):
         try:
-            json.dumps(value)
+            # Through JSON and back, so that a spec from a file equals the spec that was written.
+            return json.loads(json.dumps(dict(value)))
         except (TypeError, ValueError) as exc:
             raise InvalidSpec(f"{where} can't be written as JSON ({exc}).") from None
-        return dict(value)
     if isinstance(value, (list, tuple)) and all(isinstance(item, _SCALARS) for item in value):
         for item in value:
             if str(item).startswith("-"):
@@ -304,10 +328,10 @@ def _env(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise InvalidSpec(f"ServerSpec.env is a {type(value).__name__}: give a dict.")
     for name, item in value.items():
-        if not isinstance(name, str) or not re.match(r"^[A-Za-z_][A-Za-z0-9_]*$", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InvalidSpec(f"ServerSpec.env has the name {name!r}: it is no name of a variable.")
-        if name == "VLLM_API_KEY":
-            raise InvalidSpec("ServerSpec.env sets VLLM_API_KEY: use the field auth_conn_id.")
+        if name in OWNED_ENV:
+            raise InvalidSpec(f"ServerSpec.env sets {name}: {OWNED_ENV[name]}.")
         if not isinstance(item, str) or "\0" in item:
             raise InvalidSpec(f"ServerSpec.env[{name!r}] is a {type(item).__name__}: give a text.")
     return dict(value)
@@ -320,7 +344,7 @@ def _command(value: Any) -> tuple[str, ...] | None:
     if (
         not isinstance(words, (list, tuple))
         or not words
-        or not all(isinstance(w, str) for w in words)
+        or not all(isinstance(w, str) and "\0" not in w for w in words)
     ):
         raise InvalidSpec(
             f"ServerSpec.command is {value!r}: give a command line or a list of its words."
@@ -336,7 +360,10 @@ def _lora(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and re.match(r"^\w[^=]*$", k) and isinstance(v, str) and v
+        isinstance(k, str)
+        and re.fullmatch(r"\w[^=\0\n]*", k)
+        and isinstance(v, str)
+        and re.fullmatch(r"[^\0\n]+", v)
         for k, v in value.items()
     ):
         raise InvalidSpec(

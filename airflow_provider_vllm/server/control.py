@@ -8,7 +8,7 @@
 
 Each request carries a bearer token that is made from the server's key and the nonce of this start,
 so whoever may use the server may stop it, and a token of an earlier start stops nothing. No path from
-a request is ever opened; bodies are limited to 64 KiB.
+a request is ever opened; bodies are limited to 64 KiB. A number is finite: a lease has an end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import hashlib
 import hmac
 import http.client
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MAX_BODY = 64 * 1024
+MAX_IDLE_S = 366 * 86400
 MAX_LOG = 256 * 1024
+
+_OFFSET = re.compile(r"[0-9]{1,18}")
 
 
 def token_for(key: str, nonce: str) -> str:
@@ -62,7 +67,7 @@ def build_app(
 
     async def get_log(request: web.Request) -> web.Response:
         offset = request.query.get("offset", "0")
-        if not offset.isdigit():
+        if not _OFFSET.fullmatch(offset):
             return web.json_response({"error": "offset has to be a number of bytes"}, status=400)
         try:
             with log_file.open("rb") as lines:
@@ -77,9 +82,7 @@ def build_app(
 
     async def post_renew(request: web.Request) -> web.Response:
         value = (await _body(request)).get("idle_timeout")
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0
-        ):
+        if value is not None and not _is_duration(value):
             return web.json_response(
                 {"error": "idle_timeout has to be a number of seconds"}, status=400
             )
@@ -97,8 +100,8 @@ def build_app(
     app = web.Application(middlewares=[only_with_token], client_max_size=MAX_BODY)
     app.add_routes(
         [
-            web.get("/status", get_status),
-            web.get("/log", get_log),
+            web.get("/status", get_status, allow_head=False),
+            web.get("/log", get_log, allow_head=False),
             web.post("/renew", post_renew),
             web.post("/release", post_release),
             web.post("/stop", post_stop),
@@ -114,18 +117,36 @@ async def _body(request: web.Request) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(await request.read())
-    except ValueError:
-        raise web.HTTPBadRequest(text='{"error": "the body is not JSON"}') from None
-    return data if isinstance(data, dict) else {}
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        text = '{"error": "the body is no JSON object"}'
+        raise web.HTTPBadRequest(text=text, content_type="application/json")
+    return data
+
+
+def _is_duration(value: object) -> bool:
+    """Whether it is a number of seconds: positive, finite (JSON of Python knows NaN and Infinity), no year."""
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and 0 < value <= MAX_IDLE_S
+    )
 
 
 class ControlClient:
     """Talks to one supervisor. Every method raises ServerUnreachable when it gets no good answer."""
 
     def __init__(self, control_url: str, token: str, *, timeout: float = 5.0) -> None:
-        parts = urlsplit(control_url)
-        self._host, self._port = parts.hostname or "", parts.port or 0
         self._url, self._token, self._timeout = control_url, token, timeout
+        try:
+            parts = urlsplit(control_url)
+            self._host, self._port = parts.hostname or "", parts.port or 0
+        except ValueError:
+            self._host, self._port = "", 0
+        if not self._host or not self._port:
+            raise ServerUnreachable(f"{control_url!r} is no address of a supervisor.")
 
     def status(self) -> dict[str, Any]:
         return self._json("GET", "/status")
@@ -150,7 +171,7 @@ class ControlClient:
         data, _ = self._request(method, path, body)
         try:
             return dict(json.loads(data))
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             raise ServerUnreachable(f"{self._url}{path} answered what is no JSON.") from None
 
     def _request(

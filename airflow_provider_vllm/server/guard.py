@@ -6,9 +6,10 @@ Enters: bytes on CONTROL_FD (`b` a heartbeat, `k` end the tree now). Leaves: lin
 `started PID`, `exit STATUS` (negative: a signal), `beat`, `killed LEFT`.
 
 Invariants: the tree is ended when CONTROL_FD closes (supervisor killed), when no byte came for SILENCE_S
-seconds (supervisor frozen), and on SIGTERM. The guard is a sub-reaper, so that an EngineCore whose
-API server was killed becomes its child and can't get away. GPU locks are descriptors that it and
-vLLM only hold open. It imports nothing of the package: it has to be small and can't afford to fail.
+seconds in which the guard itself ran (supervisor frozen), and on SIGTERM. The guard is a sub-reaper, so
+that an EngineCore whose API server was killed becomes its child and can't get away. GPU locks are
+descriptors that it and vLLM only hold open. It imports nothing of the package: it has to be small and
+can't afford to fail.
 """
 
 import ctypes
@@ -19,6 +20,8 @@ import sys
 import time
 
 PR_SET_CHILD_SUBREAPER = 36
+ROUND_S = 1.0
+LONGEST_ROUND_S = 2.0  # twice a round: a busy machine is not a paused one
 
 
 def spawn(command, log_fd, own_fds):
@@ -125,24 +128,29 @@ class Guard:
             pass  # nobody reads any more: the control pipe tells us the rest
 
     def run(self):
-        heard = time.monotonic()
+        # Silence is counted in the time that this process itself ran: a machine or container that
+        # was paused as a whole must not count as a supervisor that went silent.
+        silent, now = 0.0, time.monotonic()
         while True:
-            readable, _, _ = select.select([self.control_fd, self.wake_read], [], [], 1.0)
+            readable, _, _ = select.select([self.control_fd, self.wake_read], [], [], ROUND_S)
             if self.wake_read in readable:
                 os.read(self.wake_read, 512)
-            for pid, status in reap().items():
-                if pid == self.child:
-                    self.say(f"exit {status}")
+            ended = reap()
+            if self.child in ended:
+                self.say(f"exit {ended[self.child]}")
+                self.child = 0  # its pid may be used again
+            before, now = now, time.monotonic()
+            silent += min(now - before, LONGEST_ROUND_S)
             if self.control_fd in readable:
                 data = os.read(self.control_fd, 4096)
                 if not data:
                     return
-                heard = time.monotonic()
+                silent = 0.0
                 if b"k" in data:
                     self.say(f"killed {kill_tree()}")
                 if b"b" in data:
                     self.say("beat")
-            if self.terminated or time.monotonic() - heard > self.silence:
+            if self.terminated or silent > self.silence:
                 return
 
 

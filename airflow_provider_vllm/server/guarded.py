@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from airflow_provider_vllm.server.heartbeat import BEAT_S, Heartbeat
 from airflow_provider_vllm.server.processes import ProcessId, identity_of
 
 GUARD = Path(__file__).with_name("guard.py")
-BEAT_S = 1.0
 # Without a beat for this long the guard ends the tree; the whole has to fit into 10 s.
 SILENCE_S = 8.0
-# Without an echo for this long the guard is frozen: it is woken, and given up after the second time.
-ECHO_S = 5.0
-GUARD_FROZEN_S = 20.0
+# Beats without an echo after which the guard counts as frozen: it is woken, and given up in the end.
+BEATS_UNTIL_WOKEN = 5
+BEATS_UNTIL_KILLED = 20
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,13 @@ class GuardedProcess:
         self.exit_status: int | None = None
         self.engine: ProcessId | None = None
         self.guard: ProcessId | None = None
+        self._started = asyncio.Event()
         self._killed: asyncio.Future[int] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._control = -1
-        self._heard = 0.0
+        self._heartbeat: Heartbeat | None = None
+        # Counted in beats of our own, not in seconds: when the machine or the event loop stood still,
+        # the guard is not to blame.
+        self._unanswered = 0
 
     async def start(
         self,
@@ -51,32 +54,18 @@ class GuardedProcess:
         lock_fds: Sequence[int],
     ) -> None:
         """Start the guard and wait until it has started the command. Raises OSError."""
-        control_read, self._control = os.pipe()
+        control_read, control_write = os.pipe()
         status_read, status_write = os.pipe()
-        log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        words = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(GUARD),
-            str(control_read),
-            str(status_write),
-            str(log_fd),
-        ]
+        self._heartbeat = Heartbeat(control_write)
+        own = (control_read, status_write)
         try:
-            # A session of its own, so that no signal to the supervisor's group reaches it.
-            self._process = subprocess.Popen(
-                [*words, str(SILENCE_S), *command],
-                env=dict(environ),
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log_fd,
-                pass_fds=(control_read, status_write, log_fd, *lock_fds),
-                start_new_session=True,
-            )
+            self._process = self._start_guard(command, environ, log_path, own, lock_fds)
+        except BaseException:
+            self._heartbeat.close()
+            os.close(status_read)
+            raise
         finally:
-            for fd in (control_read, status_write, log_fd):
+            for fd in own:
                 os.close(fd)
         self.guard = identity_of(self._process.pid)
         loop = asyncio.get_running_loop()
@@ -84,19 +73,45 @@ class GuardedProcess:
         await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status_read, "rb", 0)
         )
-        self._heard = loop.time()
-        first = (await reader.readline()).decode().split()
-        if not first or first[0] != "started":
+        self._tasks = [loop.create_task(self._listen(reader)), loop.create_task(self._watch())]
+        # A guard that is frozen before it says this is woken or killed by `_watch`.
+        await self._first_of(self._started, self.guard_gone)
+        if not self._started.is_set():
             raise OSError(f"the guard ended before it started {command[0]}; see {log_path}")
-        self.engine = identity_of(int(first[1]))
-        self._tasks = [loop.create_task(self._listen(reader)), loop.create_task(self._beat())]
+
+    def _start_guard(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log_path: Path,
+        own: tuple[int, int],
+        lock_fds: Sequence[int],
+    ) -> subprocess.Popen[bytes]:
+        log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        numbers = [str(number) for number in (*own, log_fd, SILENCE_S)]
+        try:
+            # A session of its own, so that no signal to the supervisor's group reaches it.
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), *numbers, *command],
+                env=dict(environ),
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log_fd,
+                pass_fds=(*own, log_fd, *lock_fds),
+                start_new_session=True,
+            )
+        finally:
+            os.close(log_fd)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        loop = asyncio.get_running_loop()
         while line := await reader.readline():
-            self._heard = loop.time()
+            self._unanswered = 0
             word, _, value = line.decode().strip().partition(" ")
-            if word == "exit":
+            if word == "started":
+                self.engine = identity_of(int(value))
+                self._started.set()
+            elif word == "exit":
                 self.exit_status = int(value)
                 self.exited.set()
             elif word == "killed" and self._killed and not self._killed.done():
@@ -104,24 +119,31 @@ class GuardedProcess:
         await asyncio.to_thread(self._process.wait)
         self.guard_gone.set()
 
-    async def _beat(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _watch(self) -> None:
+        """Tell the heartbeat that the loop runs; wake a frozen guard, and end one that stays so."""
+        assert self._heartbeat
         while not self.guard_gone.is_set():
-            self._say(b"b")
-            silent = loop.time() - self._heard
-            if silent > GUARD_FROZEN_S:
-                log.error(
-                    "the guard (pid %s) has been silent for %.0f s: it is ended", self.guard, silent
-                )
+            self._heartbeat.tick()
+            self._unanswered += 1
+            if self._unanswered > BEATS_UNTIL_KILLED:
+                log.error("the guard (pid %s) stays frozen: it is ended", self._process.pid)
                 self._process.kill()
                 return
-            if silent > ECHO_S:
+            if self._unanswered > BEATS_UNTIL_WOKEN:
                 self._process.send_signal(signal.SIGCONT)
             await asyncio.sleep(BEAT_S)
 
-    def _say(self, byte: bytes) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._control, byte)
+    @staticmethod
+    async def _first_of(
+        *waited: asyncio.Event | asyncio.Future[Any], timeout: float | None = None
+    ) -> None:
+        futures: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(each.wait()) if isinstance(each, asyncio.Event) else each
+            for each in waited
+        ]
+        await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for future in futures:
+            future.cancel()
 
     def terminate(self) -> None:
         """Ask vLLM to end by itself (SIGTERM to its first process only, which ends the others)."""
@@ -130,23 +152,20 @@ class GuardedProcess:
 
     async def kill_tree(self, timeout: float = 6.0) -> int | None:
         """SIGKILL all of the tree through the guard; how many are left, None when the guard can't say."""
-        if self.guard_gone.is_set():
+        if self.guard_gone.is_set() or not self._heartbeat:
             return None
-        self._killed = asyncio.get_running_loop().create_future()
-        self._say(b"k")
-        gone: asyncio.Future[bool] = asyncio.ensure_future(self.guard_gone.wait())
-        waiting: list[asyncio.Future[Any]] = [self._killed, gone]
-        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        return self._killed.result() if self._killed.done() else None
+        self._killed = killed = asyncio.get_running_loop().create_future()
+        self._process.send_signal(signal.SIGCONT)
+        self._heartbeat.say(b"k")
+        await self._first_of(killed, self.guard_gone, timeout=timeout)
+        return None if killed.cancelled() else killed.result()
 
     async def close(self) -> None:
         """Let the guard go: closing its pipe makes it end whatever is left, then itself."""
         for task in self._tasks[1:]:
             task.cancel()
-        if self._control >= 0:
-            os.close(self._control)
-            self._control = -1
+        if self._heartbeat:
+            self._heartbeat.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.guard_gone.wait(), 7)
         if not self.guard_gone.is_set() and self._tasks:

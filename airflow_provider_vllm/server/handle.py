@@ -6,16 +6,39 @@ spec names. Its spec is enough to start the server again.
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidSpec
 from airflow_provider_vllm.server.state import NONCE, GenerationDir, StateRoot, check_server_id
 from airflow_provider_vllm.spec import ServerSpec, is_loopback
 
 KIND = "vllm_server"
+
+
+def _is_url(value: object) -> bool:
+    """Whether it is `http://HOST:PORT` and nothing more."""
+    if not isinstance(value, str) or not re.fullmatch(r"http://[\w.:\[\]-]+", value):
+        return False
+    try:
+        parts = urlsplit(value)
+        return bool(parts.hostname and parts.port and not parts.username)
+    except ValueError:
+        return False
+
+
+# What the fields have to be that come back from XCom and are used as they are.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "generation": lambda value: type(value) is int and value > 0,
+    "host": lambda value: isinstance(value, str) and bool(value),
+    "model": lambda value: isinstance(value, str) and bool(value),
+    "control_url": _is_url,
+    "base_url": lambda value: value is None or _is_url(value),
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,11 @@ class ServerHandle:
             raise InvalidHandle(
                 f"The server handle's nonce is {data['nonce']!r}: run the start task again."
             )
+        for name, right in _FIELDS.items():
+            if not right(data[name]):
+                raise InvalidHandle(
+                    f"The server handle's {name} is {data[name]!r}: run the start task again."
+                )
         try:
             ServerSpec.of(data["spec"])
         except InvalidSpec as exc:

@@ -38,6 +38,7 @@ TREE_READY_S = 10.0
 FROZEN_S = 30.0
 # After a fatal line vLLM exits by itself: its status is worth a short wait.
 LAST_WORDS_S = 0.7
+LAST_BLOCKS = 40
 
 log = logging.getLogger("supervisor")
 
@@ -145,8 +146,9 @@ class Life:
 
     async def _watch_exit(self) -> None:
         await self.process.exited.wait()
-        while self._take_news().more:
-            pass
+        for _ in range(LAST_BLOCKS):
+            if not self._take_news().more:
+                break
         if self._loading and self.port_was_taken:
             self.fail("port_taken", f"port {self.port} was taken by another process")
         self.fail("exit", f"vLLM ended with exit status {self.process.exit_status}")
@@ -173,12 +175,6 @@ class Life:
         if self._loading and (news.stage or news.progress):
             self.record.write(stage=news.stage or self.record.state.stage, progress=news.progress)
         return news
-
-    def _note(self, news: News) -> None:
-        """Write down what the log says of a start."""
-        self.port_was_taken = self.port_was_taken or news.port_taken
-        if self._loading and (news.stage or news.progress):
-            self.record.write(stage=news.stage or self.record.state.stage, progress=news.progress)
 
     async def _watch_answers(self) -> None:
         import aiohttp

@@ -72,7 +72,7 @@ def judge(with_key: int, body: bytes, without_key: int, model: str) -> Answer:
     return Answer(OURS)
 
 
-_SAMPLE = re.compile(rb"^(vllm:[a-z0-9_]+)(?:\{[^}]*\})? ([0-9.eE+-]+|NaN)", re.MULTILINE)
+_SAMPLE = re.compile(rb"^(vllm:[a-z0-9_]+)(?:\{.*\})? ([0-9.eE+-]+|NaN)", re.MULTILINE)
 
 
 def read_metrics(text: bytes) -> dict[str, float]:

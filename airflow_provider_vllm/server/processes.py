@@ -6,12 +6,18 @@ clock ticks since boot (field 22 of /proc/PID/stat, proc(5)). A zombie counts as
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from airflow_provider_vllm.environment import START_MARK
+
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,25 @@ class ProcessId:
 
     def signal(self, number: int) -> bool:
         """Send a signal if it is still the same process; whether it was sent."""
-        if not self.alive:
-            return False
         try:
-            os.kill(self.pid, number)
+            fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return False
-        return True
+        except OSError:  # Linux before 5.3, or a sandbox without it
+            return self.alive and _sent(os.kill, self.pid, number)
+        try:
+            # What the descriptor names can't change between this look and the signal.
+            return self.alive and _sent(signal.pidfd_send_signal, fd, number)
+        finally:
+            os.close(fd)
+
+
+def _sent(send: Callable[[int, int], None], target: int, number: int) -> bool:
+    try:
+        send(target, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -71,11 +89,13 @@ def read_stat(pid: int) -> Stat | None:
     """The Stat of a process, or None when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except OSError:
         return None
     # The name stands in parentheses and may itself hold spaces and parentheses.
     head, _, tail = text.rpartition(")")
     rest = tail.split()
+    if len(rest) < 20:
+        return None  # it ended while we read
     return Stat(
         pid=pid,
         name=head.partition("(")[2],
@@ -112,10 +132,24 @@ def descendants(root: int, table: Iterable[Stat] | None = None) -> list[Stat]:
     found: list[Stat] = []
     todo = [root]
     while todo:
-        for child in children.get(todo.pop(0), []):
+        # Taken out: the table was read while pids were used again, and may hold a circle.
+        for child in children.pop(todo.pop(0), []):
             found.append(child)
             todo.append(child.pid)
     return found
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan among its descendants (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def has_mark(pid: int, nonce: str) -> bool:
+    """Whether a process was started with the mark of this start of a server in its environment."""
+    with suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return f"{START_MARK}={nonce}".encode() in variables
+    return False
 
 
 def writes_to(pid: int, path: Path) -> bool:
@@ -131,13 +165,18 @@ def writes_to(pid: int, path: Path) -> bool:
 
 
 def tree_of(
-    recorded: Iterable[ProcessId], session: int | None, log_paths: Iterable[Path]
+    recorded: Iterable[ProcessId],
+    session: int | None,
+    log_paths: Iterable[Path],
+    nonce: str | None = None,
 ) -> list[Stat]:
     """The live processes of one server.
 
     A process belongs to it when it was recorded by pid and start time, when it writes to the
-    server's own log, or when it is below such a process. The session is used only together with
-    one of the two: a session's number is used again after its last member is gone.
+    server's own log, when it carries the mark of this start in its environment (one that has closed
+    its streams and made a session of its own does; vLLM's renamed processes do not), or when it is below
+    such a process. The session is used only together with one of these: a session's number is used again
+    after its last member is gone.
     """
     table = every_process()
     known = set(recorded)
@@ -145,7 +184,9 @@ def tree_of(
     mine = {
         stat.pid: stat
         for stat in table
-        if stat.identity in known or any(writes_to(stat.pid, log) for log in logs)
+        if stat.identity in known
+        or any(writes_to(stat.pid, log) for log in logs)
+        or (nonce is not None and has_mark(stat.pid, nonce))
     }
     if session is not None and any(stat.session == session for stat in mine.values()):
         mine.update({stat.pid: stat for stat in table if stat.session == session})
@@ -157,7 +198,7 @@ def tree_of(
 
 def kill(processes: Iterable[ProcessId], *, timeout: float) -> list[ProcessId]:
     """SIGKILL each and wait until they are gone; returns those still alive after `timeout` seconds."""
-    left = [process for process in processes if process.signal(signal.SIGKILL)]
+    left = [process for process in processes if process.signal(signal.SIGKILL) or process.alive]
     deadline = time.monotonic() + timeout
     while left and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from airflow_provider_vllm.diagnosis.rule import Diagnosis
-from airflow_provider_vllm.exceptions import NoFreeGpu, ServerError, StartFailed
+from airflow_provider_vllm.exceptions import NoFreeGpu, ServerError, ServerLost, StartFailed
 from airflow_provider_vllm.server import state
 from airflow_provider_vllm.server.state import ServerState
 
@@ -90,9 +90,18 @@ def wait_until_ready(
 
 
 def start_error(current: ServerState, message: str, log_path: str, tail: str) -> ServerError:
-    """The error of a start that failed: exit status, stage, log path, diagnosis, tail of the log."""
+    """The error of a start that failed: exit status, stage, log path, diagnosis, tail of the log.
+
+    A start that was stopped by somebody, or superseded by a newer one, is a ServerLost: another attempt would
+    work against whoever wanted that.
+    """
     if current.reason == "no_gpu":
         return NoFreeGpu(message)
+    if current.state in (state.STOPPED, state.DRAINING):
+        return ServerLost(
+            f"The server {current.server_id} was stopped while it started: {message}. Its log on "
+            f"{current.host} is {log_path}. See who stopped it; clear the task to start it again."
+        )
     lines = [f"vLLM did not become ready: {message}."]
     diagnosis = dict(current.diagnosis) if current.diagnosis else None
     lines.append(

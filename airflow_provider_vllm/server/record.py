@@ -1,4 +1,8 @@
-"""The supervisor's own book: its ServerState in memory and in state.json, always the same."""
+"""The supervisor's own book: its ServerState in memory and in state.json.
+
+Invariant: what is in memory is the truth, and the file follows it. A disk that is full makes the file old,
+never the server unwatched: the endpoint goes on telling the truth, and the file is written when it can be.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import logging
 import time
 from typing import Any
 
-from airflow_provider_vllm.server.state import GenerationDir, ServerState, write_json
+from airflow_provider_vllm.server.files import write_json
+from airflow_provider_vllm.server.state import GenerationDir, ServerState
 
 log = logging.getLogger("supervisor")
 
@@ -17,6 +22,12 @@ class Record:
     def __init__(self, directory: GenerationDir, first: ServerState) -> None:
         self.dir = directory
         self.state = first
+        self._behind = False
+
+    def write_first(self, **changes: Any) -> bool:
+        """The first write; False where this start was called off before it began."""
+        self.state = self.state.but(**changes, updated_at=time.time())
+        return self.dir.write_first(self.state)
 
     def write(self, **changes: Any) -> None:
         """Change the state and write it, where that changes anything."""
@@ -24,9 +35,23 @@ class Record:
         if "stage" in changes and changes["stage"] != self.state.stage:
             changes["stage_since"] = now
         changed = self.state.but(**changes)
-        if changed == self.state and self.state.updated_at:
+        if changed == self.state and not self._behind:
             return
         if changed.state != self.state.state:
             log.info("%s: %s", changed.state, changed.message or "")
         self.state = changed.but(updated_at=now)
-        write_json(self.dir.state_file, self.state.to_json())
+        self._to_file()
+
+    @property
+    def directory_is_gone(self) -> bool:
+        """Whether somebody removed the directory: then nobody can find or stop this server any more."""
+        return not self.dir.path.is_dir()
+
+    def _to_file(self) -> None:
+        try:
+            write_json(self.dir.state_file, self.state.to_json())
+            self._behind = False
+        except OSError as exc:
+            if not self._behind:
+                log.error("state.json could not be written, it is tried again: %s", exc)
+            self._behind = True

@@ -20,8 +20,10 @@ def mapped(pids: Iterable[int]) -> set[str]:
         try:
             with open(f"/proc/{pid}/maps", errors="replace") as maps:
                 for line in maps:
-                    _, slash, name = line.rstrip("\n").partition("/dev/shm/")
-                    if slash and not name.endswith(" (deleted)"):
+                    # Address, rights, offset, device, inode, and the path from here on (proc(5)).
+                    path = line.rstrip("\n").split(maxsplit=5)[5:]
+                    name = path[0].removeprefix("/dev/shm/") if path else ""
+                    if path and name != path[0] and not name.endswith(" (deleted)"):
                         found.add(name)
         except OSError:
             continue

@@ -6,6 +6,7 @@
         lock                             taken for each start, restart and stop of this server
         GENERATION-NONCE/
           spec.json  key  state.json     0600
+          alive                          locked by the supervisor for as long as it lives
           vllm.log  supervisor.log  diagnosis.json  evidence.json
 
 Invariants: JSON is written to a temporary file and renamed, so a reader never sees half of it; a
@@ -14,8 +15,6 @@ directory that somebody else could write is refused; a server id is checked befo
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
 import secrets
@@ -27,11 +26,33 @@ from pathlib import Path
 from typing import Any
 
 from airflow_provider_vllm.exceptions import InvalidHandle
-from airflow_provider_vllm.server.private import open_private, private_dir
+from airflow_provider_vllm.server.files import (
+    create_private,
+    json_text,
+    read_json,
+    write_json,
+    write_private,
+)
+from airflow_provider_vllm.server.locks import file_lock, is_held
+from airflow_provider_vllm.server.private import private_dir
 from airflow_provider_vllm.server.processes import ProcessId
 
-SERVER_ID = re.compile(r"^[a-z0-9](?:[a-z0-9_.-]{0,118}[a-z0-9])?$")
-NONCE = re.compile(r"^[0-9a-f]{16}$")
+__all__ = [
+    "GenerationDir",
+    "ServerState",
+    "StateRoot",
+    "check_server_id",
+    "file_lock",
+    "pid_namespace",
+    "read_json",
+    "write_json",
+    "write_private",
+]
+
+SERVER_ID = re.compile(r"\A[a-z0-9](?:[a-z0-9_.-]{0,118}[a-z0-9])?\Z")
+NONCE = re.compile(r"\A[0-9a-f]{16}\Z")
+# A start waits for what it supersedes, for its checks and for its supervisor.
+LOCK_S = 900.0
 
 # What a server is doing. The first three can still become ready.
 WAITING, LAUNCHING, LOADING, READY = "waiting", "launching", "loading", "ready"
@@ -47,7 +68,8 @@ class ServerState:
     `settled` turns true when an ended server's tree is gone and its diagnosis is written.
     `diagnosis` is its JSON form, `report` the full text of it.
     `reason` is a short code for why it ended (`exit`, `timeout`, `no_gpu`, `preflight`, `port_taken`, `idle`,
-    `max_lifetime`, `owner_gone`, `asked`, `guard_gone`, `engine_dead`, `crash`); `message` says it in a sentence.
+    `max_lifetime`, `owner_gone`, `asked`, `guard_gone`, `engine_dead`, `api_frozen`,
+    `directory_gone`, `supervisor_gone`, `crash`); `message` says it in a sentence.
     """
 
     server_id: str
@@ -158,7 +180,24 @@ class GenerationDir:
     def read(self) -> ServerState | None:
         """The state, or None when nothing (readable) was written yet."""
         data = read_json(self.state_file)
-        return ServerState.from_json(data) if data else None
+        try:
+            return ServerState.from_json(data) if data else None
+        except TypeError:
+            return None  # of another version
+
+    def write_first(self, state: ServerState) -> bool:
+        """Write the first state of this start; False where somebody else wrote one before."""
+        return create_private(self.state_file, json_text(state.to_json()))
+
+    @property
+    def alive_file(self) -> Path:
+        return self.path / "alive"
+
+    def supervised(self, current: ServerState) -> bool:
+        """Whether the supervisor lives, by its process, in another container by its lock."""
+        if current.pid_namespace == pid_namespace():
+            return current.supervisor_alive
+        return is_held(self.alive_file)
 
     def key(self) -> str | None:
         try:
@@ -176,32 +215,6 @@ def check_server_id(server_id: object) -> str:
     return server_id
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(fd, "w") as out:
-            out.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write_private(path, json.dumps(data, indent=1, default=list) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None when there is none."""
-    try:
-        data = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
 class StateRoot:
     """The directory `[vllm] state_root` of this worker."""
 
@@ -217,7 +230,11 @@ class StateRoot:
         """The starts of one server, oldest first."""
         folder = self.server_dir(server_id)
         found = []
-        for entry in folder.iterdir() if folder.is_dir() else ():
+        try:
+            entries = [] if folder.is_symlink() else list(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        for entry in entries:
             number, _, nonce = entry.name.partition("-")
             if (
                 number.isdigit()
@@ -247,21 +264,13 @@ class StateRoot:
 
     @contextmanager
     def server_lock(self, server_id: str) -> Iterator[None]:
-        """Held while a server is started, restarted or stopped; waits for its holder."""
+        """Held while a server is started, restarted or stopped; waits for its holder.
+
+        Raises ServerError after LOCK_S seconds: a frozen holder must not hold up others for ever.
+        """
         private_dir(self.server_dir(server_id))
-        with file_lock(self.server_dir(server_id) / "lock"):
+        with file_lock(self.server_dir(server_id) / "lock", timeout=LOCK_S):
             yield
-
-
-@contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """An exclusive flock on a private file; waits for its holder. The kernel frees it when we die."""
-    fd = open_private(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def pid_namespace() -> str:

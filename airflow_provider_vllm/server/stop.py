@@ -8,21 +8,25 @@ here. What stays alive after that is an error, by pid.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
+import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
-from airflow_provider_vllm.exceptions import ServerUnreachable, StopFailed
-from airflow_provider_vllm.server import segments, state
+from airflow_provider_vllm.exceptions import InsecurePath, ServerUnreachable, StopFailed
+from airflow_provider_vllm.server import remains, state
 from airflow_provider_vllm.server.control import ControlClient, token_for
-from airflow_provider_vllm.server.processes import ProcessId, kill, tree_of
+from airflow_provider_vllm.server.files import write_json
+from airflow_provider_vllm.server.locks import try_lock
+from airflow_provider_vllm.server.processes import ProcessId
 from airflow_provider_vllm.server.state import (
     GenerationDir,
     ServerState,
     StateRoot,
     pid_namespace,
-    write_json,
 )
 
 POLL_S = 0.1
@@ -36,7 +40,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a stop did: `how` is `already`, `asked`, `killed` or `unknown`; `seconds` how long it took."""
+    """What a stop did: `how` is `already`, `asked`, `killed`, or `unknown` (it was on another host, which can't be
+    asked); `seconds` how long it took."""
 
     how: str
     seconds: float
@@ -52,14 +57,63 @@ def stop_server(root: StateRoot, server_id: str, reason: str) -> list[Stopped]:
 def stop_generation(directory: GenerationDir, reason: str) -> Stopped:
     """Stop one start of a server of this host and wait until nothing of it is left. Raises StopFailed."""
     began = time.monotonic()
-    current = directory.read()
-    if current is None or (current.settled and not current.supervisor_alive):
+    # A start that has not written anything yet never will after this.
+    current = directory.read() or _call_off(directory, reason)
+    supervised = current is not None and directory.supervised(current)
+    if current is None or (current.settled and not supervised):
         return Stopped("already", time.monotonic() - began, current)
+    if current.pid_namespace != pid_namespace():
+        return _stop_elsewhere(directory, current, reason, supervised)
     how = "killed"
-    if current.supervisor_alive and _ask(directory, current, reason):
+    if supervised and _ask(directory, current, reason):
         how = "asked"
     after = clean_up(directory, "stopped after its supervisor was gone")
     return Stopped(how, time.monotonic() - began, after)
+
+
+def _call_off(directory: GenerationDir, reason: str) -> ServerState | None:
+    """Make sure that a start which has not written its first state never runs; the state that stands."""
+    number, _, nonce = directory.path.name.partition("-")
+    now = time.time()
+    called_off = ServerState(
+        server_id=directory.server_dir.name,
+        generation=int(number),
+        nonce=nonce,
+        host=socket.gethostname(),
+        pid_namespace=pid_namespace(),
+        state=state.STOPPED,
+        reason="asked",
+        message=f"called off before it began ({reason[:200]})",
+        started_at=now,
+        ended_at=now,
+        updated_at=now,
+        settled=True,
+    )
+    with suppress(FileNotFoundError):
+        directory.write_first(called_off)
+    return directory.read()
+
+
+def _stop_elsewhere(
+    directory: GenerationDir, current: ServerState, reason: str, supervised: bool
+) -> Stopped:
+    """A start in another container, on another host of a shared volume, or before a reboot.
+
+    Its processes can't be seen from here, so it is asked, and never written off while it may live.
+    """
+    key = directory.key()
+    try:
+        return stop_remote(current.control_url or "", key or "", current.nonce, reason)
+    except ServerUnreachable as exc:
+        if supervised:
+            raise StopFailed(
+                f"The server {current.server_id} runs in another container, or on another host that shares "
+                f"{directory.root}, of the name {current.host!r}, and can't be asked from here: {exc} Stop "
+                "it there with `airflow vllm stop`, or stop that container."
+            ) from None
+    if not current.on_this_host:
+        return Stopped("unknown", 0.0, current)
+    return Stopped("already", 0.0, _settle(directory, current, "its host was started again"))
 
 
 def stop_remote(control_url: str, key: str, nonce: str, reason: str) -> Stopped:
@@ -125,38 +179,39 @@ def _gone(process: ProcessId, timeout: float) -> bool:
 def clean_up(directory: GenerationDir, message: str) -> ServerState | None:
     """End what is left of a start whose supervisor is gone, and write that down. Raises StopFailed."""
     current = directory.read()
-    if current is None or current.supervisor_alive:
-        return current
-    if current.pid_namespace == pid_namespace():
-        recorded = [p for p in (current.guard, current.engine, *current.tree) if p]
-        session = current.engine.pid if current.engine else None
-        tree = tree_of(recorded, session, [directory.log_file])
-        mapped = segments.mapped(stat.pid for stat in tree)
-        left = kill([stat.identity for stat in tree], timeout=5)
-        # A killed process may have started another one in the meantime.
-        left += kill(
-            [stat.identity for stat in tree_of(recorded, session, [directory.log_file])], timeout=5
+    if current is None:
+        return None
+    if directory.supervised(current):
+        raise StopFailed(
+            f"The supervisor of {current.server_id} (pid {current.supervisor and current.supervisor.pid} on "
+            f"{current.host}) is still alive. {directory.supervisor_log} is its log."
         )
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
-            raise StopFailed(
-                f"Processes {pids} of the server {current.server_id} are still alive after SIGKILL. "
-                f"{directory.log_file} is their log. They are probably stuck in the driver: look at "
-                "`ps -o pid,stat,wchan -p PID` and at dmesg."
-            )
-        segments.remove(mapped | set(current.segments))
-    if not current.settled:
-        now = time.time()
-        current = current.but(
-            state=state.FAILED if current.state not in state.ENDED_STATES else current.state,
-            reason=current.reason or "supervisor_gone",
-            message=current.message or message,
-            ended_at=current.ended_at or now,
-            updated_at=now,
-            settled=True,
+    if current.pid_namespace == pid_namespace() and (left := remains.end(directory, current)):
+        pids = ", ".join(str(process.pid) for process in left)
+        raise StopFailed(
+            f"Processes {pids} of the server {current.server_id} are still alive after SIGKILL. "
+            f"{directory.log_file} is their log. They are probably stuck in the driver: look at "
+            "`ps -o pid,stat,wchan -p PID` and at dmesg."
         )
-        write_json(directory.state_file, current.to_json())
-    return current
+    return current if current.settled else _settle(directory, current, message)
+
+
+def _settle(directory: GenerationDir, current: ServerState, message: str) -> ServerState:
+    """Write down that nothing is left of a start; a disk that is full does not undo that."""
+    now = time.time()
+    settled = current.but(
+        state=current.state if current.state in state.ENDED_STATES else state.FAILED,
+        reason=current.reason or "supervisor_gone",
+        message=current.message or message,
+        ended_at=current.ended_at or now,
+        updated_at=now,
+        settled=True,
+    )
+    try:
+        write_json(directory.state_file, settled.to_json())
+    except OSError as exc:
+        log.warning("%s could not be written: %s", directory.state_file, exc)
+    return settled
 
 
 def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
@@ -168,14 +223,16 @@ def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
     for directory in root.every_generation():
         try:
             found = directory.read()
-            age = time.time() - directory.path.stat().st_mtime
+            age = time.time() - _last_change(directory)
             if found is None:
                 if age > NEW_START_S:
                     shutil.rmtree(directory.path, ignore_errors=True)
                 continue
-            if not found.on_this_host or found.supervisor_alive:
+            if directory.supervised(found):
                 continue
-            if not found.settled:
+            if found.settled:
+                old = time.time() - (found.ended_at or found.updated_at) > keep_failed_days * 86400
+            elif found.on_this_host:
                 log.warning(
                     "removing what is left of server %s (start %d)",
                     found.server_id,
@@ -185,7 +242,11 @@ def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
                     clean_up(directory, "its supervisor was killed; found by a later start")
                     or found
                 )
-            elif time.time() - (found.ended_at or found.updated_at) > keep_failed_days * 86400:
+                old = False
+            else:
+                # Of a container that is gone, or of a host whose locks can't be seen from here.
+                old = age > max(keep_failed_days * 86400, NEW_START_S)
+            if old:
                 shutil.rmtree(directory.path, ignore_errors=True)
         except (StopFailed, OSError) as exc:
             log.error("%s", exc)
@@ -193,10 +254,27 @@ def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
     return swept
 
 
+def _last_change(directory: GenerationDir) -> float:
+    """When anything in this directory was last written, its log above all."""
+    paths = (directory.path, directory.state_file, directory.log_file)
+    return max(path.stat().st_mtime for path in paths if path.exists())
+
+
 def _remove_empty(root: StateRoot) -> None:
-    """Remove servers' directories that hold nothing but their lock, when nobody uses them."""
+    """Remove servers' directories that hold nothing but locks, when nobody uses them."""
     for folder in root.servers.iterdir():
         if not state.SERVER_ID.match(folder.name) or root.generations(folder.name):
             continue
-        if time.time() - folder.stat().st_mtime > NEW_START_S:
-            shutil.rmtree(folder, ignore_errors=True)
+        locks: list[int | None] = []
+        try:
+            if time.time() - folder.stat().st_mtime > NEW_START_S:
+                # Whoever waits for one of these locks sees that its file is gone, and makes it anew.
+                locks = [try_lock(path) for path in folder.iterdir()]
+                if None not in locks and not root.generations(folder.name):
+                    shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, InsecurePath) as exc:
+            log.error("%s", exc)
+        finally:
+            for fd in locks:
+                if fd is not None:
+                    os.close(fd)

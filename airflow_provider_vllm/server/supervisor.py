@@ -25,8 +25,8 @@ from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.interpreter import inspect
 from airflow_provider_vllm.server.lease import Lease
 from airflow_provider_vllm.server.life import End, Life, Terms
-from airflow_provider_vllm.server.order import Order, free_port, url_of
 from airflow_provider_vllm.server.locks import file_lock
+from airflow_provider_vllm.server.order import Order, free_port, url_of
 from airflow_provider_vllm.server.processes import adopt_orphans, this_process
 from airflow_provider_vllm.server.record import Record
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, pid_namespace
