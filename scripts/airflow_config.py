@@ -99,7 +99,9 @@ def _defaults(
             "base_url": f"http://127.0.0.1:{port}",
             "workers": "1",
         },
-        "database": {"sql_alchemy_conn": database or f"sqlite:///{home / 'airflow.db'}"},
+        # On a busy machine SQLite's 5 s of waiting for its lock are over soon, and a scheduler that
+        # meets a locked database ends.
+        "database": {"sql_alchemy_conn": database or f"sqlite:///{home / 'airflow.db'}?timeout=60"},
         "logging": {"base_log_folder": str(home / "logs")},
         "dag_processor": {
             "dag_bundle_config_list": json.dumps(bundles),

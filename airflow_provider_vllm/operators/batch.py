@@ -18,7 +18,7 @@ from airflow_provider_vllm.exceptions import (
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
 from airflow_provider_vllm.operators.publish import publish
-from airflow_provider_vllm.operators.spec_template import SpecTemplate
+from airflow_provider_vllm.operators.spec_template import SpecTemplate, TakesSpec
 from airflow_provider_vllm.policies.retry import VllmRetryPolicy
 from airflow_provider_vllm.spec import ServerSpec
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
 
 
-class VllmBatchOperator(Interruptible, BaseOperator):
+class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
     """Run a batch of prompts on a vLLM server.
 
     The server, exactly one of:
@@ -149,6 +149,9 @@ class VllmBatchOperator(Interruptible, BaseOperator):
     def _batch_spec(self) -> BatchSpec:
         from airflow_provider_vllm.batch.spec import BatchSpec
 
+        for name in ("sampling", "batch"):
+            if not isinstance(value := getattr(self, name) or {}, Mapping):
+                raise InvalidInput(f"{name} is a {type(value).__name__}: give a dict.")
         further = dict(self.batch or {})
         unknown = sorted(set(further) - set(BatchSpec.__dataclass_fields__))
         if unknown:

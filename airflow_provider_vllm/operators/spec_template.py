@@ -33,13 +33,13 @@ class SpecTemplate:
         """
         from airflow.providers.common.compat.sdk import XComArg
 
-        if isinstance(spec, SpecTemplate):
-            return spec
         if isinstance(spec, ServerSpec):
             return cls(spec.to_json())
         if isinstance(spec, Mapping):
             ServerSpec.check_names(spec)
             spec = dict(spec)
+            if isinstance(spec.get("env"), HiddenEnv):
+                spec["env"] = spec["env"].variables
         XComArg.apply_upstream_relationship(operator, spec)
         return cls(spec)
 
@@ -54,3 +54,28 @@ class SpecTemplate:
         env = self.fields.get("env")
         masked = dict.fromkeys(env, MASK) if isinstance(env, Mapping) else MASK if env else {}
         return {**self.fields, "env": masked}
+
+
+class HiddenEnv:
+    """`env` of a spec among the fixed arguments of a mapped task, which Airflow stores as they are
+    given: as text, its values masked."""
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self.variables = variables
+
+    def __repr__(self) -> str:
+        return repr(dict.fromkeys(self.variables, MASK))
+
+
+class TakesSpec:
+    """Mixin of the operators with an argument `spec`: masks its `env` in `.partial()` as well.
+
+    In `.expand(spec=[...])` give ServerSpec objects, whose text form has no `env`.
+    """
+
+    @classmethod
+    def partial(cls, **arguments: Any) -> Any:
+        spec = arguments.get("spec")
+        if isinstance(spec, Mapping) and isinstance(spec.get("env"), Mapping):
+            arguments["spec"] = {**spec, "env": HiddenEnv(spec["env"])}
+        return super().partial(**arguments)  # type: ignore[misc]

@@ -12,7 +12,7 @@ from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu, StartFaile
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
 from airflow_provider_vllm.operators.publish import publish
-from airflow_provider_vllm.operators.spec_template import SpecTemplate
+from airflow_provider_vllm.operators.spec_template import SpecTemplate, TakesSpec
 from airflow_provider_vllm.policies.retry import VllmRetryPolicy
 from airflow_provider_vllm.spec import ServerSpec
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from airflow_provider_vllm.server.state import GenerationDir
 
 
-class StartVllmServerOperator(Interruptible, BaseOperator):
+class StartVllmServerOperator(TakesSpec, Interruptible, BaseOperator):
     """Start a vLLM server on this worker and return its handle.
 
     :param spec: a ServerSpec or a dict of its fields; the dict is templated.

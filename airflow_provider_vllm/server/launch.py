@@ -6,6 +6,7 @@ server. The supervisor is detached: it has no terminal, no pipe and no session i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -21,7 +22,7 @@ from airflow_provider_vllm.exceptions import InvalidSpec, ServerError
 from airflow_provider_vllm.server import gpus as gpu_list
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.order import Order, new_key, port_is_taken
-from airflow_provider_vllm.server.processes import ProcessId, identity_of
+from airflow_provider_vllm.server.processes import ProcessId
 from airflow_provider_vllm.server.readiness import start_error
 from airflow_provider_vllm.server.state import (
     ENDED_STATES,
@@ -35,6 +36,8 @@ from airflow_provider_vllm.spec import ServerSpec
 
 # A supervisor writes its first state within about half a second.
 SUPERVISOR_S = 30.0
+# A killed task has about five seconds for all it does.
+GIVE_UP_S = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +150,19 @@ def _start_supervisor(directory: GenerationDir, options: LaunchOptions) -> Serve
         )
     finally:
         os.close(fd)
-    started = identity_of(process.pid)
+    try:
+        return _first_state(process, directory)
+    except BaseException:
+        # Interrupted as well: the task is killed, and knows nothing of this server yet.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GIVE_UP_S)
+        process.kill()
+        raise
+
+
+def _first_state(process: subprocess.Popen[bytes], directory: GenerationDir) -> ServerState:
+    """The state once vLLM runs, or the start has ended. Raises ServerError."""
     deadline = time.monotonic() + SUPERVISOR_S
     while True:
         over = process.poll() is not None  # asked first: its last state is written before its end
@@ -155,8 +170,6 @@ def _start_supervisor(directory: GenerationDir, options: LaunchOptions) -> Serve
         if current is not None and (current.engine or current.settled):
             return current
         if over or time.monotonic() > deadline:
-            if started:
-                started.signal(9)
             tail = directory.supervisor_log.read_text(errors="replace")[-2000:]
             raise ServerError(
                 f"The supervisor of {directory.server_dir.name} did not start (exit status "

@@ -1,7 +1,7 @@
 """One DAG run as a person at the UI and an administrator on the worker see it.
 
-Enters: a client of a running Airflow, the state root of its servers, a DAG id and a conf. Leaves: states,
-logs and XComs of the run; the servers that its tasks started, and what is left of them.
+Enters: a running Airflow, a DAG id and a conf. Leaves: states, logs and XComs of the run; the servers
+that its tasks started, and what is left of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from airflow_provider_vllm.server.processes import tree_of
 from airflow_provider_vllm.server.state import READY, GenerationDir, ServerState, StateRoot
-from scripts.airflow_client import AirflowClient
+from scripts.airflow_stack import AirflowStack
 
 RUNNING = re.compile(r"^vllm:num_requests_running\S* ([0-9.]+)", re.MULTILINE)
 # Airflow tells a task that it was marked or cleared with its next heartbeat (5 s), and gives it 5 s more.
@@ -28,17 +28,17 @@ KILL_S = 20.0
 class Observed:
     """A run that was just triggered."""
 
-    def __init__(
-        self, client: AirflowClient, root: Path, dag_id: str, conf: Mapping[str, Any]
-    ) -> None:
-        self.client, self.root, self.dag_id = client, root, dag_id
-        self.run_id = client.run_dag(dag_id, conf)
+    def __init__(self, stack: AirflowStack, dag_id: str, conf: Mapping[str, Any]) -> None:
+        self.stack, self.client, self.dag_id = stack, stack.client, dag_id
+        self.root = stack.home / "vllm"
+        self.run_id = self.client.run_dag(dag_id, conf)
         self.seen: dict[str, list[str | None]] = {}
 
     # what the user sees
 
     def states(self) -> dict[str, str | None]:
         """State by task; every state that was ever seen is kept in `seen`."""
+        assert self.stack.dead_parts() == [], self.stack.logs
         states = self.client.states(self.dag_id, self.run_id)
         for name, state in states.items():
             past = self.seen.setdefault(name, [])

@@ -67,7 +67,7 @@ class Scene:
             "prompts": QUICK if prompts is None else prompts,
             "batch": {**TWO_AT_A_TIME, **(batch or {})},
         }
-        return Observed(self._stack.client, self._stack.home / "vllm", dag_id, conf)
+        return Observed(self._stack, dag_id, conf)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,141 @@
+"""VllmHook: connections in all their forms, the client, and what `test_connection` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm import VllmHook
+from airflow_provider_vllm.exceptions import InvalidInput
+from scripts.airflow_config import free_port
+from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
+
+KEY = "k3y"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadedEndpoint]:
+    with ThreadedEndpoint(Behaviour(models=("tiny", "adapter"), api_key=KEY)) as found:
+        yield found
+
+
+class Connect:
+    """Sets the connection `vllm_default` and returns a hook for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._set = monkeypatch.setenv
+
+    def __call__(self, **fields: Any) -> VllmHook:
+        self._set("AIRFLOW_CONN_VLLM_DEFAULT", json.dumps({"conn_type": "vllm", **fields}))
+        return VllmHook()
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    return Connect(monkeypatch)
+
+
+# -- forms of a connection ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "url"),
+    [
+        ({"host": "gpu-host", "port": 8000}, "http://gpu-host:8000"),
+        ({"host": "gpu-host"}, "http://gpu-host"),
+        ({"host": "gpu-host", "port": 8000, "schema": "https"}, "https://gpu-host:8000"),
+        ({"host": "https://gpu-host", "port": 8000}, "https://gpu-host:8000"),
+        ({"host": "https://gpu-host:8443/"}, "https://gpu-host:8443"),
+        ({"host": "https://gpu-host:8443", "port": 8000}, "https://gpu-host:8443"),
+        (
+            {"host": "https://gateway/models/llama", "port": 8000},
+            "https://gateway:8000/models/llama",
+        ),
+        ({"host": "http://gpu-host:8000/v1"}, "http://gpu-host:8000"),
+        ({"host": " gpu-host/ ", "port": 8000}, "http://gpu-host:8000"),
+        ({"host": "[::1]", "port": 8000}, "http://[::1]:8000"),
+        ({"host": "http://[::1]:8001", "port": 8000}, "http://[::1]:8001"),
+    ],
+)
+def test_hosts_and_ports(connect: Connect, fields: dict[str, Any], url: str) -> None:
+    hook = connect(**fields, extra={"model": "m"})
+    assert hook.endpoint().base_url == url
+    assert str(hook.get_conn().base_url) == f"{url}/v1/"
+
+
+def test_an_uri_as_people_put_it_into_the_environment(
+    monkeypatch: pytest.MonkeyPatch, server: ThreadedEndpoint
+) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SOME", f"vllm://:{KEY}@127.0.0.1:{server.port}/?model=tiny")
+    hook = VllmHook("some")
+    assert hook.endpoint().base_url == server.base_url
+    assert hook.test_connection()[0]
+
+
+def test_without_a_host(connect: Connect) -> None:
+    with pytest.raises(InvalidInput, match="'vllm_default' has no host: give for example"):
+        connect().get_conn()
+    good, message = connect().test_connection()
+    assert not good
+    assert "has no host" in message
+
+
+# -- the client --------------------------------------------------------------------------------
+
+
+def test_the_client_talks_to_the_server(connect: Connect, server: ThreadedEndpoint) -> None:
+    client = connect(host="127.0.0.1", port=server.port, password=KEY).get_conn()
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "[[say hello]]"}]
+    )
+    assert answer.choices[0].message.content == "hello"
+
+
+def test_the_timeout_of_the_connection(connect: Connect) -> None:
+    assert connect(host="h", extra={"timeout": 7}).get_conn().timeout == 7
+    assert connect(host="h").get_conn().timeout == 600
+
+
+def test_the_model_is_the_extra_or_the_first_that_is_served(
+    connect: Connect, server: ThreadedEndpoint
+) -> None:
+    fields = {"host": "127.0.0.1", "port": server.port, "password": KEY}
+    assert connect(**fields).endpoint().model == "tiny"
+    endpoint = connect(**fields, extra={"model": "adapter"}).endpoint()
+    assert endpoint.model == "adapter"
+    assert endpoint.api_key == KEY
+    assert KEY not in repr(endpoint)
+
+
+# -- test_connection ---------------------------------------------------------------------------
+
+
+def test_a_good_connection(connect: Connect, server: ThreadedEndpoint) -> None:
+    hook = connect(host="127.0.0.1", port=server.port, password=KEY, extra={"model": "adapter"})
+    assert hook.test_connection() == (True, f"{server.base_url} serves tiny, adapter")
+
+
+def test_a_wrong_key(connect: Connect, server: ThreadedEndpoint) -> None:
+    good, message = connect(
+        host="127.0.0.1", port=server.port, password="s3cret-guess"
+    ).test_connection()
+    assert not good
+    assert "401" in message
+    assert "s3cret-guess" not in message
+
+
+def test_nothing_listens(connect: Connect) -> None:
+    port = free_port()
+    good, message = connect(host="127.0.0.1", port=port).test_connection()
+    assert not good
+    assert f"127.0.0.1:{port}" in message
+
+
+def test_a_wrong_model(connect: Connect, server: ThreadedEndpoint) -> None:
+    fields = {"host": "127.0.0.1", "port": server.port, "password": KEY}
+    good, message = connect(**fields, extra={"model": "llama"}).test_connection()
+    assert not good
+    assert message == f"{server.base_url} serves tiny, adapter, not llama (extra `model`)"

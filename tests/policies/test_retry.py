@@ -1,0 +1,84 @@
+"""VllmRetryPolicy: a diagnosis in, a decision with a fitting delay and its reason out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import RetryAction
+
+from airflow_provider_vllm import VllmRetryPolicy
+from airflow_provider_vllm.diagnosis.catalogue import RULES
+from airflow_provider_vllm.exceptions import BatchFailed, ServerLost, StartFailed
+from airflow_provider_vllm.policies.retry import _DELAYS, MAX_REASON, delay_for
+
+
+def diagnosis(cause: str = "some_cause", group: str = "capacity", *, launch: bool = True) -> dict:
+    return {
+        "cause": cause,
+        "group": group,
+        "explanation": "It has no memory.",
+        "first_action": "Give it some.",
+        "retry": {"launch": launch, "request": None},
+    }
+
+
+def decide(error: BaseException, *, fail_fast: bool = False, try_number: int = 1) -> Any:
+    return VllmRetryPolicy(fail_fast).evaluate(error, try_number, 3)
+
+
+def test_an_error_without_a_diagnosis_is_left_to_airflow() -> None:
+    assert decide(ValueError("x")).action == RetryAction.DEFAULT
+    assert decide(StartFailed("x")).action == RetryAction.DEFAULT
+    assert decide(ValueError("x"), fail_fast=True).action == RetryAction.DEFAULT
+
+
+def test_the_reason_is_the_diagnosis() -> None:
+    decision = decide(StartFailed("x", diagnosis=diagnosis()))
+    assert decision.action == RetryAction.RETRY
+    assert decision.reason == "some_cause: It has no memory. Next step: Give it some."
+    assert decision.retry_delay is None, "no delay of ours: the task's own stands"
+
+
+def test_a_long_reason_is_cut_to_what_airflow_stores() -> None:
+    long = {**diagnosis(), "explanation": "x" * 1000}
+    assert len(decide(StartFailed("x", diagnosis=long)).reason) == MAX_REASON
+
+
+def test_a_batch_that_lost_its_server_has_the_servers_diagnosis() -> None:
+    lost = ServerLost("gone", diagnosis=diagnosis(group="dead_process"))
+    middle = BatchFailed("did not come back")
+    middle.__cause__ = lost
+    error = BatchFailed("failed; 3 answers are kept")
+    error.__cause__ = middle
+    assert decide(error).retry_delay == timedelta(seconds=15)
+
+
+@pytest.mark.parametrize("launch", [True, False])
+@pytest.mark.parametrize("fail_fast", [True, False])
+def test_fail_fast_gives_up_only_where_no_launch_can_help(launch: bool, fail_fast: bool) -> None:
+    error = StartFailed("x", diagnosis=diagnosis(launch=launch))
+    expected = RetryAction.FAIL if fail_fast and not launch else RetryAction.RETRY
+    decision = decide(error, fail_fast=fail_fast)
+    assert decision.action == expected
+    assert "It has no memory." in decision.reason
+
+
+def test_delays_double_up_to_an_hour() -> None:
+    found = diagnosis("cuda_oom")
+    delays = [delay_for(found, number) for number in (1, 2, 3, 20)]
+    assert delays == [timedelta(minutes=m) for m in (2, 4, 8, 60)]
+
+
+def test_the_delay_of_a_cause_wins_over_that_of_its_group() -> None:
+    assert delay_for(diagnosis("rate_limited", "dead_process"), 1) == timedelta(minutes=5)
+
+
+def test_each_delay_is_for_a_cause_of_the_catalogue() -> None:
+    assert set(_DELAYS) <= {rule.id for rule in RULES}
+
+
+def test_it_survives_airflows_serialization() -> None:
+    policy = VllmRetryPolicy(fail_fast=True)
+    assert VllmRetryPolicy.deserialize(policy.serialize()).fail_fast is True

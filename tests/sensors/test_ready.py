@@ -1,0 +1,97 @@
+"""VllmServerReadySensor: a poke at a server that loads, is ready, has failed, is gone or is somebody else's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm import StartVllmServerOperator, VllmServerReadySensor
+from airflow_provider_vllm.exceptions import ServerUnreachable, StartFailed
+from airflow_provider_vllm.server.state import StateRoot
+from airflow_provider_vllm.server.stop import stop_server
+from scripts.airflow_config import free_port
+from tests.airflow_unit import context_of
+from tests.fakes.endpoint import ThreadedEndpoint
+from tests.server.conftest import fake_spec, wait_for
+
+
+def launched(plan: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """The handle of a server that has just been started."""
+    spec = fake_spec(plan, **fields)
+    task = StartVllmServerOperator(task_id="start", spec=spec, wait_for_ready=False)
+    return task.execute(context_of())
+
+
+def sensor(handle: Any = None, **arguments: Any) -> VllmServerReadySensor:
+    return VllmServerReadySensor(task_id="wait", server=handle, **arguments)
+
+
+def test_it_waits_while_the_server_loads_and_completes_the_handle(root: StateRoot) -> None:
+    handle = launched({"start_s": 1.5})
+    assert sensor(handle).poke(context_of()) is False
+    wait_for(lambda: root.every_generation()[0].read().state == "ready")  # type: ignore[union-attr]
+    done: Any = sensor(handle).poke(context_of())
+    assert done.is_done
+    state = root.every_generation()[0].read()
+    assert state
+    assert done.xcom_value == {**handle, "base_url": state.base_url}
+
+
+def test_it_fails_at_once_with_the_diagnosis(root: StateRoot) -> None:
+    handle = launched({"fail_at": "warm up", "fail_line": "ValueError: no such thing"})
+    context = context_of()
+    began = time.monotonic()
+    with pytest.raises(StartFailed, match="ValueError: no such thing"):
+        sensor(handle, poke_interval=0.2, timeout=600).execute(context)
+    assert time.monotonic() - began < 30
+    assert context["ti"].xcoms["diagnosis"]["verdict"] == "failed"
+
+
+def test_it_fails_at_once_when_the_server_was_stopped(root: StateRoot) -> None:
+    handle = launched()
+    stop_server(root, handle["server_id"], "test")
+    with pytest.raises(StartFailed, match="stopped as asked"):
+        sensor(handle).poke(context_of())
+
+
+def test_it_fails_at_once_when_the_supervisor_was_killed(root: StateRoot) -> None:
+    handle = launched({"never_ready": True})
+    state = root.every_generation()[0].read()
+    assert state
+    assert state.supervisor
+    state.supervisor.signal(9)
+    wait_for(lambda: not state.supervisor.alive)  # type: ignore[union-attr]
+    with pytest.raises(StartFailed, match="the supervisor of the server is gone"):
+        sensor(handle).poke(context_of())
+
+
+def test_a_directory_that_was_removed(root: StateRoot) -> None:
+    handle = launched()
+    stop_server(root, handle["server_id"], "test")
+    shutil.rmtree(root.server_dir(handle["server_id"]))
+    with pytest.raises(ServerUnreachable, match=r"is gone from this worker\. Clear the start task"):
+        sensor(handle).poke(context_of())
+
+
+def test_each_poke_renews_the_lease(root: StateRoot) -> None:
+    handle = launched({}, idle_timeout=2)
+    wait_for(lambda: root.every_generation()[0].read().state == "ready")  # type: ignore[union-attr]
+    for _ in range(8):
+        time.sleep(0.5)
+        done: Any = sensor(handle).poke(context_of())
+        assert done.is_done
+    wait_for(lambda: root.every_generation()[0].read().reason == "idle")  # type: ignore[union-attr]
+
+
+def test_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    connection = {"conn_type": "vllm", "host": "127.0.0.1", "port": port}
+    monkeypatch.setenv("AIRFLOW_CONN_SOME", json.dumps(connection))
+    waiting = VllmServerReadySensor(task_id="wait", vllm_conn_id="some")
+    assert waiting.poke(context_of()) is False
+    with ThreadedEndpoint(port=port):
+        assert waiting.poke(context_of()) is True
