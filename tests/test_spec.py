@@ -106,7 +106,8 @@ def test_values_that_no_command_line_can_hold_are_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model", ""), ("model", "  "), ("model", None), ("model", 3), ("model", "--api-key"), ("model", "a\nb"), ("model", "a\0"),
+        ("model", ""), ("model", "  "), ("model", None), ("model", 3), ("model", "--api-key"), ("model", "a\nb"),
+        ("model", "a\0"),
         ("served_model_name", "-x"), ("served_model_name", "a\nb"), ("served_model_name", 7),
         ("python", ""), ("python", "-c"), ("auth_conn_id", ""), ("hf_conn_id", 3),
         ("host", ""), ("host", "http://x"), ("host", "a b"), ("host", "{model}"), ("host", "-h"), ("host", None),
@@ -120,9 +121,11 @@ def test_values_that_no_command_line_can_hold_are_refused(value: Any) -> None:
         ("engine_args", None), ("engine_args", [("a", 1)]), ("env", None), ("env", {"A": 1}), ("env", {"A=B": "x"}),
         ("env", {"A\n": "x"}), ("env", {"": "x"}), ("env", {"A": "x\0"}), ("env", {"VLLM_API_KEY": "x"}),
         ("env", {"CUDA_VISIBLE_DEVICES": "0"}), ("env", {"AIRFLOW_VLLM_START": "x"}),
-        ("command", []), ("command", ["serve"]), ("command", 7), ("command", ["{port}", 1]), ("command", ["{port}", "a\0"]),
+        ("command", []), ("command", ["serve"]), ("command", 7), ("command", ["{port}", 1]),
+        ("command", ["{port}", "a\0"]),
         ("lora_modules", {"-x": "p"}), ("lora_modules", {"--api-key": "p"}), ("lora_modules", {"a=b": "p"}),
-        ("lora_modules", {"a": ""}), ("lora_modules", {"a": "p\n--x"}), ("lora_modules", {"a\n": "p"}), ("lora_modules", ["a"]),
+        ("lora_modules", {"a": ""}), ("lora_modules", {"a": "p\n--x"}), ("lora_modules", {"a\n": "p"}),
+        ("lora_modules", ["a"]),
         ("lora_modules", {1: "p"}),
     ],
 )  # fmt: skip
@@ -140,7 +143,7 @@ def test_errors_are_value_errors_too_and_hold_no_secret() -> None:
 
 
 def test_unknown_fields_and_other_types() -> None:
-    with pytest.raises(InvalidSpec, match="no field 'max_model_len'.*go into engine_args"):
+    with pytest.raises(InvalidSpec, match=r"no field 'max_model_len'.*go into engine_args"):
         ServerSpec.of({"model": "m", "max_model_len": 1})
     with pytest.raises(InvalidSpec, match=r"ServerSpec\.model is missing"):
         ServerSpec.of({})
