@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
-CHUNK = 32
-DEPTH = 8
+CHUNK = 64
+DEPTH = 6
 
 
 class Ahead(Generic[Item]):

@@ -118,15 +118,15 @@ class Journal:
         """Row `row` was answered earlier, at this position."""
         self._mark(row, (position + 1) << 1 | 1)
 
-    def add(self, row: int, ok: bool, *record: bytes) -> None:
-        """Remember a row's record: its head, JSON and end, in parts. `flush` writes it."""
+    def add(self, row: int, ok: bool, start: bytes, middle: bytes, end: bytes) -> None:
+        """Remember a row's record, which comes in three parts. `flush` writes it."""
         mark = self._next << 1 | ok
         try:
             self._marks[row] = mark
         except IndexError:
             self._mark(row, mark)
-        self._next += sum(map(len, record))
-        self._buffer += record
+        self._next += len(start) + len(middle) + len(end)
+        self._buffer += (start, middle, end)
 
     def _mark(self, row: int, mark: int) -> None:
         missing = row + 1 - len(self._marks)

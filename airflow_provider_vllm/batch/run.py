@@ -29,13 +29,16 @@ def run_batch(
     log: logging.Logger,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
     to_path: ToPath = local_path,
+    checked: Checked | None = None,
 ) -> BatchResult:
     """Send every row that has no good answer yet, and write the results.
 
-    Blocks in the calling thread, which must be the one that signal handlers raise in. Raises InvalidPrompts before
-    anything is sent, BatchFailed (with the manifest) by the verdict rules, ServerError where `link` cannot connect.
+    `checked` is what `check_inputs` gave for this spec, so that the input is not read once more.
+    Blocks in the calling thread, which must be the one that signal handlers raise in. Raises
+    InvalidPrompts before anything is sent, BatchFailed (with the manifest) by the verdict rules,
+    ServerError where `link` cannot connect.
     """
-    checked = check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+    checked = checked or check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
     journal = journal_at(journal_dir, to_path)
     journal.open(checked.extent.rows or 0)
     try:

@@ -210,13 +210,17 @@ class Sender(threading.Thread):
     def _settle(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         if good:
             self._failed_in_a_row = 0
+        answered = self._ledger.answered
         for tag, body in good:
             if type(tag) is list:
                 self.stats.in_flight -= len(tag)
                 self._settle_pack(tag, body)
-            else:
-                self.stats.in_flight -= 1
-                self._settle_good(tag, body)
+                continue
+            self.stats.in_flight -= 1
+            try:
+                answered(tag, body)
+            except (NotAnAnswer, InvalidOutput) as error:
+                self._settle_wrong(tag, body, error)
         for reply in others:
             if type(reply.tag) is list:
                 self.stats.in_flight -= len(reply.tag)
@@ -225,14 +229,13 @@ class Sender(threading.Thread):
                 self.stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply)
 
-    def _settle_good(self, row: Row, raw: bytes, sums: tuple[int, int] | None = None) -> None:
-        try:
-            self._ledger.answered(row, raw, sums)
-        except NotAnAnswer as error:
+    def _settle_wrong(self, row: Row, raw: bytes, error: NotAnAnswer | InvalidOutput) -> None:
+        """Status 200, but no answer, or one that breaks the schema."""
+        if isinstance(error, NotAnAnswer):
             self._again(row, f"HTTP 200, but {error}")
-        except InvalidOutput as error:
-            line = error_line(row, "invalid_output", str(error), status=200, body=raw)
-            self._ledger.failed(row, "invalid_output", line, str(error))
+            return
+        line = error_line(row, "invalid_output", str(error), status=200, body=raw)
+        self._ledger.failed(row, "invalid_output", line, str(error))
 
     def _settle_pack(self, rows: list[Row], raw: bytes) -> None:
         try:
@@ -242,7 +245,10 @@ class Sender(threading.Thread):
             return
         sums = (prompt_tokens, completion_tokens)
         for row, body in zip(rows, bodies, strict=True):
-            self._settle_good(row, body, sums)
+            try:
+                self._ledger.answered(row, body, sums)
+            except (NotAnAnswer, InvalidOutput) as error:
+                self._settle_wrong(row, body, error)
             sums = (0, 0)
 
     def _settle_bad(self, row: Row, reply: Reply) -> None:
