@@ -3,8 +3,9 @@
 Enters, on stdin, one JSON object a line: `{"argv": [...], "env": {...}, "log": PATH, "user": UID or
 null, "end_signal": N}` starts a command in its own session with both streams appended to PATH;
 `{"end": SECONDS}`, or the end of stdin, ends everything. Leaves, on stdout, one JSON line for each:
-`{"pid": N}` or `{"error": TEXT}` for a start, `{"left": [...]}` at the end, with the command lines of what the started commands had
-left outside of their own trees when they had ended, or had been given SECONDS to.
+`{"pid": N}` or `{"error": TEXT}` for a start; at the end `{"left": [...]}`, the command lines of
+what the started commands had left outside of their own trees when they had ended, or had been given
+SECONDS to.
 
 Invariants: it is the sub-reaper of all it starts, so whatever their children do (new sessions,
 double forks), no process of the tree outlives it. Its stdin is a pipe whose other end only the
