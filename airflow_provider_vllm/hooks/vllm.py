@@ -53,11 +53,14 @@ class VllmHook(BaseHook):
 
     def test_connection(self) -> tuple[bool, str]:
         """Whether the server answers with the connection's key and serves its model."""
+        base_url = None
         try:
             base_url, _, extra = self._connection()
             served = self._served()
         except Exception as exc:
-            return False, f"{type(exc).__name__}: {exc}"
+            where = f"{base_url}: " if base_url else ""
+            cause = f" {exc.__cause__}" if exc.__cause__ else ""
+            return False, f"{where}{type(exc).__name__}: {exc}{cause}"
         wanted = extra.get("model")
         if wanted and wanted not in served:
             return (

@@ -60,7 +60,7 @@ def test_it_waits_for_a_gpu_that_a_server_of_ours_holds(stub: NvmlStub, tmp_path
 
     stub.write(FakeGpu("GPU-a"))
     root = StateRoot(tmp_path / "vllm")
-    listed = (gpus.Gpu("GPU-a", 0, "some GPU", 80 * GIB, 80 * GIB),)
+    listed = (gpus.Gpu("GPU-a", 0, "some GPU", 80 * GIB, 80 * GIB, 0),)
     claim = gpu_locks.claim(root.locks, listed, 1, owner="some-server")
     assert not isinstance(claim, gpus.Shortage)
     assert poke(stub, root.path) is False

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm import StartVllmServerOperator, VllmServerReadySensor
-from airflow_provider_vllm.exceptions import ServerUnreachable, StartFailed
+from airflow_provider_vllm.exceptions import ServerLost, ServerUnreachable, StartFailed
 from airflow_provider_vllm.server.state import StateRoot
 from airflow_provider_vllm.server.stop import stop_server
 from scripts.airflow_config import free_port
@@ -54,7 +54,7 @@ def test_it_fails_at_once_with_the_diagnosis(root: StateRoot) -> None:
 def test_it_fails_at_once_when_the_server_was_stopped(root: StateRoot) -> None:
     handle = launched()
     stop_server(root, handle["server_id"], "test")
-    with pytest.raises(StartFailed, match="stopped as asked"):
+    with pytest.raises(ServerLost, match=r"stopped as asked.*clear the task to start it again"):
         sensor(handle).poke(context_of())
 
 
