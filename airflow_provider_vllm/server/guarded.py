@@ -152,7 +152,7 @@ class GuardedProcess:
 
     async def kill_tree(self, timeout: float = 6.0) -> int | None:
         """SIGKILL all of the tree through the guard; how many are left, None when the guard can't say."""
-        if self.guard_gone.is_set() or not self._heartbeat:
+        if self.guard is None or self.guard_gone.is_set() or not self._heartbeat:
             return None
         self._killed = killed = asyncio.get_running_loop().create_future()
         self._process.send_signal(signal.SIGCONT)
@@ -166,9 +166,11 @@ class GuardedProcess:
             task.cancel()
         if self._heartbeat:
             self._heartbeat.close()
+        if self.guard is None:
+            return
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.guard_gone.wait(), 7)
-        if not self.guard_gone.is_set() and self._tasks:
+        if not self.guard_gone.is_set():
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         for task in self._tasks:

@@ -16,6 +16,7 @@ shape of vLLM 0.32, holds a /dev/shm segment, then serves `tests/fakes/endpoint.
     die_after          seconds after ready until it kills its engine; die_how: "engine", "exit", "kill"
     unhealthy_after    seconds after ready until /health says 503
     orphan_session     the worker makes a session of its own
+    daemon             a process below it leaves the session and closes its streams; the file to write its pid to
     rows               fields of endpoint.Behaviour
 """
 
@@ -59,6 +60,18 @@ def sleeper(name: str, new_session: bool) -> subprocess.Popen[bytes]:
     """A process that only lives, as EngineCore and Worker do for our purposes."""
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(3600)"
     return subprocess.Popen([sys.executable, "-c", code, name], start_new_session=new_session)
+
+
+def daemon(pid_file: str) -> None:
+    """A process that nothing but its environment ties to us, as some compile helpers are."""
+    code = (
+        "import os, sys, time\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.closerange(0, 3)\n"
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "time.sleep(3600)"
+    )
+    subprocess.run([sys.executable, "-c", code, pid_file], start_new_session=True, check=True)
 
 
 def fail(stage: str, plan: dict) -> None:
@@ -151,6 +164,8 @@ def main() -> None:
     segment = shared_memory.SharedMemory(create=True, size=4096)
     engine = sleeper("engine", False)
     worker = sleeper("worker", bool(plan.get("orphan_session")))
+    if plan.get("daemon"):
+        daemon(plan["daemon"])
     try:
         start_up(plan, attempt_number(plan.get("counter")))
         asyncio.run(serve(args.port, args.model, plan, engine))

@@ -117,13 +117,14 @@ def test_so_is_its_silence(guard) -> None:
 
 
 def test_a_pause_of_the_whole_machine_is_no_silence(guard) -> None:
-    one = guard(sys.executable, "-c", TREE, silence=2.5)
+    one = guard(sys.executable, "-c", TREE, silence=4)
     tree = grown(one)
     one.say(b"b")
+    time.sleep(0.3)
     one.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.5)
+    time.sleep(4.2)
     one.process.send_signal(signal.SIGCONT)
-    time.sleep(0.2)
+    time.sleep(1.2)
     for _ in range(3):
         one.say(b"b")
         time.sleep(0.3)
