@@ -115,7 +115,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
 
         spec = self._batch_spec()
         journal_dir = self._journal_dir(context)
-        check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+        with self.interruptible():  # a large input is read to its end
+            check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
         link = self._link(context)
         try:
             with self.interruptible(link.abandon):

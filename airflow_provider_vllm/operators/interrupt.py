@@ -19,7 +19,7 @@ class Interruptible:
     _abandon: Callable[[], None] | None = None
 
     @contextmanager
-    def interruptible(self, abandon: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, abandon: Callable[[], None] = lambda: None) -> Iterator[None]:
         """While inside, a kill calls `abandon` and raises TaskInterrupted."""
         self._abandon = abandon
         try:

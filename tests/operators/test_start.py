@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,21 @@ def test_a_kill_of_a_batch_leaves_the_shared_server(root: StateRoot) -> None:
     state = newest(root)
     assert state
     assert state.state == READY
+
+
+def test_a_kill_while_the_input_is_read(root: StateRoot, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    os.mkfifo(source)  # its reader waits for a writer
+    task = VllmBatchOperator(
+        task_id="ask", spec=fake_spec(), input_path=str(source), output_path=f"{tmp_path}/out.jsonl"
+    )
+    began = time.monotonic()
+    with (
+        killed_when(task, lambda: time.monotonic() - began > 0.5),
+        pytest.raises(TaskInterrupted),
+    ):
+        task.execute(context_of())
+    assert root.every_generation() == []
 
 
 def test_a_kill_after_the_work_does_nothing() -> None:
