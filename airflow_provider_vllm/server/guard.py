@@ -20,6 +20,7 @@ import sys
 import time
 
 PR_SET_CHILD_SUBREAPER = 36
+TRACKERS_S = 1.0
 ROUND_S = 1.0
 LONGEST_ROUND_S = 2.0  # twice a round: a busy machine is not a paused one
 
@@ -70,10 +71,15 @@ def kill_tree(seconds=5.0):
     """SIGKILL whatever is below us until nothing is left; how many are left after `seconds`.
 
     By parent, not by process group: once its leader was reaped, a group's number may be another's.
+    Python's resource trackers come last: each removes the shared memory and semaphores of those it
+    worked for, and ends, as soon as they are gone.
     """
     deadline = time.monotonic() + seconds
+    trackers_until = time.monotonic() + TRACKERS_S
     while True:
         for pid in children_of([os.getpid()]):
+            if is_tracker(pid) and time.monotonic() < trackers_until:
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -83,6 +89,15 @@ def kill_tree(seconds=5.0):
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.02)
+
+
+def is_tracker(pid):
+    """Whether a process is the resource tracker of Python's multiprocessing."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command:
+            return b"multiprocessing.resource_tracker" in command.read()
+    except OSError:
+        return False
 
 
 def reap():

@@ -19,6 +19,9 @@ from airflow_provider_vllm.environment import START_MARK
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
+# How long a resource tracker may take to clean up after the processes that it worked for.
+TRACKERS_S = 1.0
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -197,10 +200,34 @@ def tree_of(
 
 
 def kill(processes: Iterable[ProcessId], *, timeout: float) -> list[ProcessId]:
-    """SIGKILL each and wait until they are gone; returns those still alive after `timeout` seconds."""
-    left = [process for process in processes if process.signal(signal.SIGKILL) or process.alive]
+    """SIGKILL each and wait until they are gone; returns those still alive after `timeout` seconds.
+
+    Python's resource trackers come last: each removes the shared memory and semaphores of those it
+    worked for, and ends by itself, as soon as they are gone.
+    """
     deadline = time.monotonic() + timeout
+    left = list(processes)
+    trackers = [process for process in left if _is_tracker(process.pid)]
+    for process in left:
+        if process not in trackers:
+            process.signal(signal.SIGKILL)
+    left = _wait_for_end(left, min(deadline, time.monotonic() + TRACKERS_S))
+    for process in left:
+        process.signal(signal.SIGKILL)
+    return _wait_for_end(left, deadline)
+
+
+def _wait_for_end(processes: list[ProcessId], deadline: float) -> list[ProcessId]:
+    left = [process for process in processes if process.alive]
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
         left = [process for process in left if process.alive]
     return left
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"multiprocessing.resource_tracker" in command
