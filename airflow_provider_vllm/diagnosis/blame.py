@@ -166,7 +166,7 @@ def _counts(suspect: Suspect, others: Sequence[Suspect]) -> bool:
 def _strength(event: Event, rule: Rule | None) -> int:
     if rule is not None:
         return VICTIM if rule.victim else STRONG
-    if event.bare:
+    if event.alone and event.record.level is None:
         return LOGGED
     return STRONG if event.kind == "exception" else LOGGED
 
@@ -183,6 +183,8 @@ def _is_wrapper(event: Event) -> bool:
 
 def _is_noise(event: Event, life: Life) -> bool:
     first = event.first_line
+    if any(wrappers.ENGINE_LOOP.search(frame) for frame in event.frames):
+        return False  # the engine's own failure, raised again in each request
     if wrappers.TEARDOWN.search(first) or wrappers.TEARDOWN.search(event.header):
         return True
     if event.kind == "logged" and wrappers.HARMLESS.search(first):

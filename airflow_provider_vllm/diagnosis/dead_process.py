@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="engine_iteration_timeout",
         group="communication",
-        pattern=r"Engine iteration timed out",
+        pattern=r"Engine iteration timed out|No heartbeat received from MQLLMEngine",
         explanation="One step of the engine did not come back: a worker or the GPU hangs.",
         first_action="Start again; if it hangs again, take a py-spy dump of each worker before ending it.",
         launch=True,
@@ -101,6 +101,22 @@ RULES: tuple[Rule, ...] = (
         confidence=0.85,
         examples=(
             "ERROR 07-13 15:07:34 async_llm_engine.py:616] Engine iteration timed out. This should never happen!",
+        ),
+    ),
+    Rule(
+        id="engine_step_timeout",
+        group="communication",
+        pattern=r"^(?:asyncio\.exceptions\.)?TimeoutError$",
+        frames=r"run_engine_loop|engine_step",
+        explanation="One step of the engine did not come back in time: a worker or the GPU hangs.",
+        first_action="Start again; if it hangs again, take a py-spy dump of each worker before ending it.",
+        launch=True,
+        request=True,
+        confidence=0.8,
+        examples=(
+            "Traceback (most recent call last):\n"
+            '  File "vllm/engine/async_llm_engine.py", line 603, in run_engine_loop\n'
+            "asyncio.exceptions.TimeoutError",
         ),
     ),
     Rule(

@@ -125,7 +125,7 @@ def _came_to_a_bad_end(case: _Case) -> bool:
     if case.exit_status not in (None, 0):
         return True
     if suspect is None:
-        return False
+        return life.serving is None and bool(case.blame.wrappers)
     if life.serving is not None:
         return (
             suspect.event.kind == "native"

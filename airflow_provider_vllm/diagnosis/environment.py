@@ -10,7 +10,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="port_in_use",
         group="environment",
-        pattern=r"\[Errno 98\] (?:Address already in use|error while attempting to bind on address)|[Aa]ddress already in use(?!\. Retrying)|EADDRINUSE|error while attempting to bind on address",
+        pattern=r"^(?!.*(?:server socket has|c10d|NCCL))[^\n]*(?:\[Errno 98\] (?:Address already in use|error while attempting to bind on address)|[Aa]ddress already in use(?!\. Retrying)|EADDRINUSE|error while attempting to bind on address)",
         explanation="Another process already listens on the server's port.",
         first_action="Leave the port at 0 (a free one is chosen), or end the other process.",
         launch=True,
@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="abi_mismatch",
         group="environment",
-        pattern=r"undefined symbol: (?P<symbol>\S+)|version `GLIBC(?:XX)?_\S+' not found|cannot open shared object file|is not subscriptable|DLL load failed|numpy\.dtype size changed|A module that was compiled using NumPy 1|does not exist! Ensure that it is registered|'_OpNamespace' '(?P<ns>\w+)' object has no attribute '(?P<op>\w+)'|operator \S+ does not exist|PyTorch and torchvision were compiled with different CUDA|compiled with different CUDA (?:major )?versions|mutable default .* is not allowed",
+        pattern=r"undefined symbol: (?P<symbol>\S+)|version `GLIBC(?:XX)?_\S+' not found|cannot open shared object file|(?:type '[\w.]+'|'(?:type|ABCMeta|builtin_function_or_method)' object) is not subscriptable|DLL load failed|numpy\.dtype size changed|A module that was compiled using NumPy 1|does not exist! Ensure that it is registered|'_OpNamespace' '(?P<ns>\w+)' object has no attribute '(?P<op>\w+)'|operator \S+ does not exist|PyTorch and torchvision were compiled with different CUDA|compiled with different CUDA (?:major )?versions|mutable default .* is not allowed",
         explanation="Binary packages of this environment do not fit each other (vLLM, torch, CUDA, Python).",
         first_action="Install vLLM into a fresh environment, with exactly the torch version that it asks for.",
         launch=False,

@@ -59,8 +59,8 @@ class Event:
     `kind`: "exception", "logged" (a logger's error without traceback) or "native" (printed by code
     that is not Python). `message` is its text with the lines that go on with it, `frames` are
     "path:function" from the outermost to the innermost, `header` is what was logged before the
-    traceback, `link` its place in a chain of exceptions: 0 for the first one that was raised. A `bare`
-    exception stands without any traceback.
+    traceback, `link` its place in a chain of exceptions: 0 for the first one that was raised. An exception
+    that is `alone` stands without any traceback.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Event:
     header: str = ""
     link: int = 0
     chain: int = 0
-    bare: bool = False
+    alone: bool = False
     lines: list[Record] = field(default_factory=list)
 
     @property
@@ -119,6 +119,8 @@ class _Parser:
         text = record.text
         if ("|" in text[:8] or "+" in text[:8]) and _GROUP.match(text):
             text = _GROUP.sub("", text)
+        if text.startswith("**"):  # made bold in a page
+            text = text.strip("*")
         opened = _TRACEBACK.search(text)
         if opened:
             self._open(stream, record, text, opened)
@@ -196,7 +198,7 @@ class _Parser:
             self._close(stream)
             self._idle(stream, record, text)
             return
-        if event.bare and _BARE.match(text):
+        if event.alone and _BARE.match(text):
             self._bare(stream, record, text)
             return
         if is_wrapper(event.message) and _BARE.match(text):
@@ -235,7 +237,7 @@ class _Parser:
         stream.header = None
         self._exception(stream, record, text)
         if stream.event is not None:
-            stream.event.bare = True
+            stream.event.alone = True
 
     def _logged(self, stream: _Stream, record: Record, text: str) -> None:
         last = stream.logged

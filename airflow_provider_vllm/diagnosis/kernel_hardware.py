@@ -169,7 +169,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="no_kernel_for_layer",
         group="kernel_hardware",
-        pattern=r"Failed to find a kernel that can implement the|No (?:valid|suitable|compatible) (?:\w+ )?(?:attention |kernel )?(?:backend|kernel)s? (?:found|available|for)|Selected backend \S+ is not valid for this configuration|No \w+ (?:MoE )?backend supports|[Nn]o supported (?:MoE|attention) backend|Unsupported .{0,40}backend|NotImplementedError: No \w+ kernel",
+        pattern=r"Failed to find a kernel that can implement the|No (?:valid|suitable|compatible) (?:\w+ )?(?:attention |kernel )?(?:backend|kernel)s? (?:found|available|for)|Selected backend \S+ is not valid for this configuration|No \w+ (?:MoE )?backend supports|[Nn]o supported (?:MoE|attention) backend|NotImplementedError: No \w+ kernel",
         explanation="No kernel of this build fits the model's layers on this GPU.",
         first_action="Read the reasons that follow this line; usually another dtype, KV cache dtype or attention backend is needed.",
         launch=False,
@@ -183,15 +183,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="attention_kernel_failed",
         group="kernel_hardware",
-        pattern=r"Batch(?:Prefill|Decode)WithPagedKVCache\w* failed with error (?P<what>[^\n]+)|FlashAttention only supports|flash_attn.*(?:only supports|not support)|head_size .{0,30}not supported|TllmGenFmhaRunner|cudnn\w* (?:error|status)|CUDNN_STATUS_\w+|CUBLAS_STATUS_\w+|cutlass .{0,40}(?:error|fail|Error)|Error Internal|FlashMLA .{0,30}(?:not|only)|This flash attention build does not support",
-        explanation="A GPU library call inside the model failed.",
-        first_action="Start once with another attention backend (VLLM_ATTENTION_BACKEND) and enforce_eager.",
+        pattern=r"Batch(?:Prefill|Decode)WithPagedKVCache\w*(?:::\w+)?.{0,400}?(?:failed with error (?P<what>[^\n]+)|CUDA Error)|FlashAttention only supports|flash_attn.*(?:only supports|not support)|head_size .{0,30}not supported|TllmGenFmhaRunner|FlashMLA .{0,30}(?:not|only)|This flash attention build does not support|varlen_fwd\(\)",
+        explanation="The attention kernel refused or failed: {what}",
+        first_action="Start once with another attention backend (attention_backend, VLLM_ATTENTION_BACKEND) and enforce_eager.",
+        launch=True,
+        request=None,
+        confidence=0.9,
+        examples=(
+            "(EngineCore_DP0 pid=9) ERROR 10-30 10:00:00 [core.py:710] RuntimeError: BatchPrefillWithPagedKVCache failed with error too many resources requested for launch",
+        ),
+    ),
+    Rule(
+        id="matrix_kernel_failed",
+        group="kernel_hardware",
+        pattern=r"CUBLAS_STATUS_(?P<blas>\w+)|CUDNN_STATUS_(?P<dnn>\w+)|cutlass\w*.{0,200}(?:error|Error|fail)|^RuntimeError: Error Internal|Error in model execution: Error Internal|hipblas\w+|GET was unable to find an engine",
+        explanation="A matrix kernel of a GPU library (cuBLAS, cuDNN, CUTLASS) failed.",
+        first_action="Check that this build supports the GPU and the model's quantization; if the GPU was nearly full, lower gpu_memory_utilization.",
         launch=True,
         request=None,
         confidence=0.85,
         examples=(
-            "(EngineCore_DP0 pid=9) ERROR 10-30 10:00:00 [core.py:710] RuntimeError: BatchPrefillWithPagedKVCache failed with error too many resources requested for launch",
             "[rank0]: RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+            "(EngineCore pid=293) ERROR 08-14 08:00:06 [core.py:1330] RuntimeError: cutlass_gemm_caller, /srv/cutlass_gemm_caller.cuh:62, Error Internal",
         ),
     ),
     Rule(
@@ -209,17 +222,32 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="unspecified_launch_failure",
         group="kernel_hardware",
-        pattern=r"unspecified launch failure|CUDA error: (?:launch failed|invalid configuration|invalid argument|invalid resource handle|operation not permitted|the launch timed out|too many resources)|HIP error: |hipError\w+|HSA_STATUS_ERROR\w*|CUDA_ERROR_\w+|CUDA error: (?P<what>[^\n]+)|cudaError\w+|AcceleratorError: |NPU (?:function )?error|aclnn\w+ failed|ERR\d{5} |XPU error",
-        explanation="A call to the GPU failed.",
+        pattern=r"unspecified launch failure|CUDA_ERROR_LAUNCH_FAILED|CUDA error: launch failed|the launch timed out",
+        explanation="A kernel died on the GPU without saying why: bad memory access, or the hardware.",
         first_action="Look at the kernel log for Xid lines of this GPU; start once with CUDA_LAUNCH_BLOCKING=1 to see the real place.",
         launch=True,
         request=None,
-        confidence=0.85,
         examples=(
             "(EngineCore_DP0 pid=9) ERROR 10-30 10:00:00 [core.py:710] torch.AcceleratorError: CUDA error: unspecified launch failure",
         ),
         near_misses=(
             "(EngineCore_DP0 pid=9) ERROR 10-30 10:00:00 [core.py:710] RuntimeError: CUDA error: no kernel image is available for execution on the device",
+        ),
+    ),
+    Rule(
+        id="gpu_call_failed",
+        group="kernel_hardware",
+        pattern=r"(?:CUDA|HIP|XPU|NPU)(?: driver| function)? [Ee]rror: (?P<what>[^\n]+)|CUDA_ERROR_\w+|hipError\w+|HSA_STATUS_ERROR\w*|cudaError\w+|AcceleratorError: |NPU (?:function )?error|aclnn\w+ failed|ERR\d{5} ",
+        explanation="A call to the GPU failed: {what}.",
+        first_action="Check nvidia-smi and the kernel log for this GPU; start once with CUDA_LAUNCH_BLOCKING=1 to see the real place.",
+        launch=True,
+        request=None,
+        confidence=0.8,
+        examples=(
+            "(EngineCore_DP0 pid=9) ERROR 10-30 10:00:00 [core.py:710] RuntimeError: CUDA error: operation not permitted",
+        ),
+        near_misses=(
+            "(EngineCore_DP0 pid=9) ERROR 10-30 10:00:00 [core.py:710] torch.AcceleratorError: CUDA error: unspecified launch failure",
         ),
     ),
 )

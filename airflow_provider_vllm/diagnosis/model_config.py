@@ -224,7 +224,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="tokenizer_broken",
         group="model_config",
-        pattern=r"Can't load (?:the )?tokenizer|Tokenizer class \S+ does not exist|Couldn't instantiate the backend tokenizer|TypeError: not a string|Unable to load (?:vocabulary|tokenizer)|data did not match any variant of untagged enum|Unrecognized (?:processing|feature extractor) class|Can't load (?:the )?(?:image processor|feature extractor|processor)|has no attribute 'all_special_tokens_extended'|is not a valid JSON file|sentencepiece.*(?:Error|not found)|ModelWrapper|tokenizer file .* not found",
+        pattern=r"Can't load (?:the )?tokenizer|Tokenizer class \S+ does not exist|Couldn't instantiate the backend tokenizer|TypeError: not a string|Unable to load (?:vocabulary|tokenizer)|data did not match any variant of untagged enum|Unrecognized (?:processing|feature extractor) class|Can't load (?:the )?(?:image processor|feature extractor|processor)|has no attribute 'all_special_tokens_extended'|sentencepiece.*(?:Error|not found)|ModelWrapper|tokenizer file .* not found",
         explanation="The tokenizer's files are missing or broken.",
         first_action="Put the model's tokenizer files beside its weights (tokenizer.json, tokenizer_config.json), or set tokenizer.",
         launch=False,
@@ -237,8 +237,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="json_broken",
         group="model_config",
-        pattern=r"JSONDecodeError: (?P<what>[^\n]+)",
-        explanation="A JSON file of the model (or a JSON argument) is broken: {what}.",
+        pattern=r"JSONDecodeError: (?P<what>[^\n]+)|(?P<file>[^\n]+is not a valid JSON file)",
+        explanation="A JSON file of the model (or a JSON argument) is broken: {what}{file}.",
         first_action="Download the model's small files (config.json, tokenizer_config.json) again, or check JSON arguments.",
         launch=False,
         request=None,
@@ -315,7 +315,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="config_attribute_missing",
         group="model_config",
-        pattern=r"AttributeError: '(?P<config>\w*Config\w*)' object has no attribute '(?P<name>\w+)'|KeyError: '(?:rope_type|factor|type|rope_theta|model_type|architectures|quant_method|original_max_position_embeddings|default|mrope)'|rope_scaling",
+        pattern=r"AttributeError: '(?P<config>\w*Config\w*)' object has no attribute '(?P<name>\w+)'|KeyError: '(?:rope_type|factor|type|rope_theta|model_type|architectures|quant_method|original_max_position_embeddings|default|mrope)'|`?rope_scaling`? (?:must|should|has|is)",
         explanation="The model's config lacks something that this vLLM or transformers release reads ({config}.{name}).",
         first_action="Use the vLLM and transformers versions that the model's card names.",
         launch=False,

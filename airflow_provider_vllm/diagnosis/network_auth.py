@@ -69,6 +69,19 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="config_not_found",
+        group="network_auth",
+        pattern=r"No supported config format found in (?P<model>\S+)|does not appear to have a file named config\.json",
+        explanation="vLLM found no config.json for {model}: the path is wrong, or the hub gave no access (this release hides which).",
+        first_action="Check the model's path or name, and for a gated model the token in hf_conn_id.",
+        launch=False,
+        request=None,
+        confidence=0.85,
+        examples=(
+            "ERROR 02-17 19:14:36 engine.py:389] ValueError: No supported config format found in mistralai/Mistral-7B-v0.1",
+        ),
+    ),
+    Rule(
         id="hub_offline",
         group="network_auth",
         pattern=r"outgoing traffic has been disabled|offline mode is enabled|OfflineModeIsEnabled|Cannot find (?:an appropriate cached snapshot|the requested files in the (?:local|disk) cache)|(?:cached files|disk cache) and outgoing traffic",

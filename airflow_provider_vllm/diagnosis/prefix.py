@@ -23,6 +23,7 @@ FOREIGN = re.compile(
         [\w.@/-]{1,60}(?:\[\d+\])?:\s   # journald: "Apr  3 17:38:57 host unit[pid]: "
       | \[[A-Za-z]+-\d+\]\s   # "[Stage-0] "
       | \[(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]\s   # Python's logging in a usual form
+      | >\s(?=\S|\s\sFile\s)   # quoted in a mail or a page
       | \[\w+\.py:\d+\]\s   # the rest of a cut logger prefix
     )""",
     re.VERBOSE,

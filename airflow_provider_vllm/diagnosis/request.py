@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="grammar_failed",
         group="request",
-        pattern=r"xgrammar.*(?:[Ee]rror|[Ff]ail)|GrammarMatcher|[Ii]nvalid (?:grammar|json schema|regex)|grammar_(?:compiler|functor|parser)\.cc|(?:outlines|guidance|llguidance).*(?:[Ee]rror|[Ff]ail)|Unsupported JSON schema|JSONSchema",
+        pattern=r"^(?!\S*(?:ImportError|ModuleNotFoundError))[^\n]*(?:xgrammar.*(?:[Ee]rror|[Ff]ail)|GrammarMatcher|[Ii]nvalid (?:grammar|json schema|regex)|grammar_(?:compiler|functor|parser)\.cc|(?:outlines|guidance|llguidance).*(?:[Ee]rror|[Ff]ail)|Unsupported JSON schema|JSONSchema|regex_converter|[Rr]egex parsing error|EBNF parse)",
         explanation="The grammar or JSON schema of a request could not be compiled or followed.",
         first_action="Leave that schema out, or start with another structured-output backend.",
         launch=True,

@@ -49,6 +49,8 @@ REQUEST = re.compile(
     r"|Error (?:in|while) (?:processing|handling) request|Invalid HTTP request"
     r"|Error extracting|Error trying to (?:handle|parse)|Request \S+ failed|EngineGenerateError"
 )
+# Frames of the engine's own loop.
+ENGINE_LOOP = re.compile(r":(?:run_engine_loop|engine_step|run_engine_core|run_busy_loop)$")
 # What a tree says while it comes down, whatever the reason.
 TEARDOWN = re.compile(
     r"^Exception ignored in|destroy_process_group\(\)|leaked (?:semaphore|shared_memory)"

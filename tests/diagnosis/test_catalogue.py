@@ -39,7 +39,7 @@ def test_ids_are_unique_and_every_rule_is_complete() -> None:
         assert rule.examples, rule.id
         assert rule.group in GROUPS
         assert 0 < rule.confidence <= 1
-        assert rule.explanation.endswith((".", ":", "}")), rule.id
+        assert rule.explanation.endswith((".", "}")), rule.id
         assert rule.first_action.endswith("."), rule.id
         assert by_id(rule.id) is rule
 
