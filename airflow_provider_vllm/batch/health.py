@@ -104,6 +104,6 @@ def observe(
     return last
 
 
-def is_stalled(last: Movement, *, now: float, stall_timeout: float) -> bool:
+def is_stalled(last: Movement, *, now: float, patience: float) -> bool:
     """Whether a probe is due."""
-    return now - last.at >= stall_timeout
+    return now - last.at >= patience

@@ -15,7 +15,7 @@ from airflow_provider_vllm.batch.api import CHAT
 from airflow_provider_vllm.batch.check import Checked
 from airflow_provider_vllm.batch.columns import write_columns
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
-from airflow_provider_vllm.batch.journal import Journal, Meta
+from airflow_provider_vllm.batch.journal import Earlier, Journal, Meta
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.progress import Progress
 from airflow_provider_vllm.batch.rows import RowMaker
@@ -59,17 +59,18 @@ class Job:
         self._changed = 0
         self._began = time.monotonic()
         self._sent: float | None = None
+        self._errors_at: str | None = None
 
     def run(self) -> BatchResult:
         spec, extent, journal = self._spec, self._checked.extent, self._journal
-        answered = self._resume()
+        earlier = self._resume()
         may_pack = spec.pack != 1 and (spec.endpoint != CHAT or health.is_vllm(self._endpoint))
         maker = RowMaker(spec, self._endpoint.model, extent.rows or 0, pack=may_pack)
         sender = Sender(
             spec,
             maker.rows(records(spec, self._checked.sources)),
             journal,
-            answered,
+            earlier,
             self._endpoint,
             total=extent.rows,
             may_pack=may_pack,
@@ -87,24 +88,25 @@ class Job:
             progress,
             self._on_progress,
         )
-        sender.start()
         try:
+            sender.start()
             watch.run()
+            self._sent = time.monotonic()
+            if earlier is not None:
+                self._changed = len(earlier.answers) - sender.stats.reused
+            return self._finish(sender, watch)
         except BatchFailed as error:
             raise self._failed(error, sender, watch) from error
         finally:
             sender.stop()
-        self._sent = time.monotonic()
-        if answered is not None:
-            self._changed = len(answered) - sender.stats.reused
-        return self._finish(sender, watch)
 
-    def _resume(self) -> Any:
+    def _resume(self) -> Earlier | None:
         """What earlier tries answered; says so, and obeys `on_changed_input`."""
         spec, journal, extent = self._spec, self._journal, self._checked.extent
         meta = journal.read_meta()
         now = Meta(self._fingerprint, extent.digest, spec.output_path)
-        answered = journal.answered()
+        earlier = journal.earlier()
+        answered = earlier.answers
         if meta is not None and len(answered):
             changes = [
                 text
@@ -127,7 +129,7 @@ class Job:
             self._log.info("Resuming: %d rows were answered by an earlier try", len(answered))
         if meta != now:
             journal.write_meta(now)
-        return answered if len(answered) else None
+        return earlier if len(answered) or earlier.deaths else None
 
     def _finish(self, sender: Sender, watch: Watch) -> BatchResult:
         spec, stats = self._spec, sender.stats
@@ -154,7 +156,8 @@ class Job:
             finished=True,
         )
         if reason is not None:
-            raise self._failed(BatchFailed(reason), sender, watch, errors_at)
+            self._errors_at = errors_at
+            raise BatchFailed(reason)
         answers, errors = self._write(stats.done)
         if not stats.errors:
             results.remove_stale(results.errors_path(spec), self._to_path)
@@ -214,11 +217,10 @@ class Job:
             complete=complete,
         )
 
-    def _failed(
-        self, error: BatchFailed, sender: Sender, watch: Watch, errors_at: str | None = None
-    ) -> BatchFailed:
+    def _failed(self, error: BatchFailed, sender: Sender, watch: Watch) -> BatchFailed:
         """The same failure with the counts, the first errors and what to do."""
         sender.stop()
+        errors_at = self._errors_at
         manifest = self._manifest(sender, watch, errors_at, complete=False)
         parts = [str(error)]
         if sender.stats.samples:

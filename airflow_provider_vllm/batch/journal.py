@@ -14,14 +14,26 @@ import os
 import time
 import uuid
 from array import array
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from airflow_provider_vllm.batch.compact import IntMap
-from airflow_provider_vllm.batch.records import OK, SEGMENT_SHIFT, Reader, scan
+from airflow_provider_vllm.batch.records import (
+    END,
+    LOST,
+    OK,
+    SEGMENT_SHIFT,
+    SUSPECT,
+    Reader,
+    head,
+    scan,
+)
 from airflow_provider_vllm.exceptions import BatchFailed
 
 LOCK_WAIT = 30.0
+PROVEN = 1000
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,17 @@ class Meta:
     fingerprint: str
     input: str
     output_path: str | None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier tries know: positions of good answers, and losses of the server, by key.
+
+    A count of `PROVEN` and more is of a row that took a server down alone.
+    """
+
+    answers: IntMap
+    deaths: Mapping[bytes, int]
 
 
 class Journal:
@@ -103,16 +126,21 @@ class Journal:
         except OSError as error:
             raise self._failed(error) from error
 
-    def answered(self) -> IntMap:
-        """Key to position of every good answer that earlier processes left."""
-        found = IntMap()
+    def earlier(self) -> Earlier:
+        """What earlier processes left."""
+        answers, deaths = IntMap(), Counter[bytes]()
         for index, path in enumerate(self._segments[:-1]):
             base = index << SEGMENT_SHIFT
             for offset, fields in scan(path):
-                if fields[2] == OK:
+                key, outcome = fields[0], fields[2]
+                if outcome == OK:
                     with contextlib.suppress(ValueError):
-                        found.put(int(fields[0], 16), base + offset)
-        return found
+                        answers.put(int(key, 16), base + offset)
+                elif outcome == LOST:
+                    deaths[key] += 1
+                elif outcome == SUSPECT:
+                    deaths[key] = max(deaths[key], PROVEN)
+        return Earlier(answers, deaths)
 
     def claim(self, row: int, position: int) -> None:
         """Row `row` was answered earlier, at this position."""
@@ -127,6 +155,12 @@ class Journal:
             self._mark(row, mark)
         self._next += len(start) + len(middle) + len(end)
         self._buffer += (start, middle, end)
+
+    def note_loss(self, key: bytes, row: int) -> None:
+        """The server was lost with this row in flight; it is no end of the row."""
+        note = head(key, row, LOST)
+        self._next += len(note) + 3
+        self._buffer += (note, b"{}", END)
 
     def _mark(self, row: int, mark: int) -> None:
         missing = row + 1 - len(self._marks)

@@ -56,6 +56,10 @@ class Ledger:
         self._stats.done += 1
         self._stats.ok += 1
 
+    def lost(self, row: Row) -> None:
+        """The server was lost with this row in flight; later tries should know."""
+        self._journal.note_loss(row.key, row.number)
+
     def invalid(self, row: BadRow) -> None:
         """A record that cannot be sent."""
         self.failed(row, "invalid_input", bad_row_line(row), row.message)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 OK = b"ok"
+LOST = b"lost"  # a note, no end: the server was lost with this row in flight
+SUSPECT = b"suspect"  # the end of a row that took the server down when it was alone
 END = b"\n"
 SEGMENT_SHIFT = 40  # a terabyte a segment
 OFFSET_MASK = (1 << SEGMENT_SHIFT) - 1

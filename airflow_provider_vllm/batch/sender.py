@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -27,10 +28,9 @@ from airflow_provider_vllm.batch.answers import (
     server_message,
 )
 from airflow_provider_vllm.batch.client import Client, Reply
-from airflow_provider_vllm.batch.compact import IntMap
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import Vitals
-from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.journal import PROVEN, Earlier, Journal
 from airflow_provider_vllm.batch.ledger import Ledger
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.signals import (
@@ -44,23 +44,22 @@ from airflow_provider_vllm.batch.signals import (
 )
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import backoff
-from airflow_provider_vllm.batch.waiting import Waiting
+from airflow_provider_vllm.batch.waiting import SUSPECT_DEATHS, Waiting
 from airflow_provider_vllm.exceptions import BatchFailed
 
 POLL = 0.05
 TUNE_EVERY = 0.1
-SUSPECT_DEATHS = 2
 
 
 class Sender(threading.Thread):
-    """Sends every row of `rows` that is not in `answered`, and journals how each ended."""
+    """Sends every row of `rows` that has no answer in `earlier`, and journals how each ended."""
 
     def __init__(
         self,
         spec: BatchSpec,
         rows: Iterator[Row | BadRow],
         journal: Journal,
-        answered: IntMap | None,
+        earlier: Earlier | None,
         endpoint: Endpoint,
         *,
         total: int | None,
@@ -82,9 +81,9 @@ class Sender(threading.Thread):
         self._tune_at = 0.0
         self._spec, self._endpoint = spec, endpoint
         self._ledger = Ledger(spec, journal, self.stats, total, check)
-        self._waiting = Waiting(rows, self._ledger, self.stats, answered)
+        self._waiting = Waiting(rows, self._ledger, self.stats, earlier)
         self._client: Client | None = None
-        self._doubtful: list[tuple[Row, Kind, str]] = []
+        self._doubtful: list[tuple[Row, Reply]] = []
         self._asked = self._paused = self._stopped = False
         self._failed_in_a_row = 0
         self._failure: BaseException | None = None
@@ -101,6 +100,8 @@ class Sender(threading.Thread):
         try:
             self._client = self._connect(self._endpoint)
             self._loop()
+        except (OSError, EOFError, zlib.error) as error:
+            self._failure = BatchFailed(f"the input cannot be read on: {error}")
         except BaseException as error:
             self._failure = error
         finally:
@@ -265,7 +266,7 @@ class Sender(threading.Thread):
         elif kind is Kind.TIMEOUT:
             self._again(row, message, code="timeout")
         else:
-            self._doubt(row, kind, message)
+            self._doubt(row, reply)
 
     def _settle_bad_pack(self, rows: list[Row], reply: Reply) -> None:
         kind, url = classify(reply), rows[0].url
@@ -321,30 +322,38 @@ class Sender(threading.Thread):
         self.stats.retries += 1
         self._waiting.put_off(row, time.monotonic() + seconds)
 
-    def _doubt(self, row: Row, kind: Kind, message: str) -> None:
+    def _doubt(self, row: Row, reply: Reply) -> None:
         """Keep a row aside until the watch knows whether the server is dead."""
-        self._doubtful.append((row, kind, message))
+        self._doubtful.append((row, reply))
         self._failed_in_a_row += 1
-        if kind is Kind.UNSENT or self._failed_in_a_row >= 2:
+        if classify(reply) is Kind.UNSENT or self._failed_in_a_row >= 2:
             self._paused = True
         if not self._asked:
             self._asked = True
-            self.events.put(Trouble(message))
+            self.events.put(Trouble(server_message(reply)))
 
     # Commands of the watch.
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Healthy):
-            doubtful = self._resume()
-            for row, kind, message in doubtful:
-                self._again(row, message, code="unreachable" if kind is Kind.UNSENT else "failed")
+            for row, reply in self._resume():
+                self._try_again(row, reply)
         elif isinstance(command, Lost):
             self._give_up(command.reason)
         elif isinstance(command, Connect):
             self._client = self._connect(command.endpoint)
             self._resume()
 
-    def _resume(self) -> list[tuple[Row, Kind, str]]:
+    def _try_again(self, row: Row, reply: Reply) -> None:
+        """A doubtful row of a server that lives: it failed on its own."""
+        message = server_message(reply)
+        if reply.status == 503:  # not dead, so too busy
+            self._refused(row, message, reply)
+        else:
+            unsent = classify(reply) is Kind.UNSENT
+            self._again(row, message, code="unreachable" if unsent else "failed")
+
+    def _resume(self) -> list[tuple[Row, Reply]]:
         doubtful, self._doubtful = self._doubtful, []
         self._asked = self._paused = False
         self._failed_in_a_row = 0
@@ -354,8 +363,8 @@ class Sender(threading.Thread):
         """The server is lost: what it had goes back; rows that saw two losses are suspect."""
         assert self._client is not None
         hit = [row for tag in self._client.abort() for row in (tag if type(tag) is list else [tag])]
-        for row, kind, _ in self._doubtful:
-            if kind is Kind.UNSENT:
+        for row, reply in self._doubtful:
+            if classify(reply) is Kind.UNSENT:
                 self._waiting.put_back(row)
             else:
                 hit.append(row)
@@ -374,9 +383,10 @@ class Sender(threading.Thread):
     def _bereave(self, row: Row, reason: str) -> None:
         """One more server was lost with this row in flight."""
         row.deaths += 1
+        self._ledger.lost(row)
         if row is self._waiting.alone:
             text = (
-                f"the server was lost {row.deaths} times with this row in flight, "
+                f"the server was lost {row.deaths % PROVEN or 1} times with this row in flight, "
                 f"the last time with it alone: {reason}"
             )
             self._ledger.failed(row, "suspect", error_line(row, "suspect", text), text)

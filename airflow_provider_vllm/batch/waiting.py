@@ -11,22 +11,23 @@ from collections import deque
 from collections.abc import Iterator
 
 from airflow_provider_vllm.batch.ahead import Ahead
-from airflow_provider_vllm.batch.compact import IntMap
+from airflow_provider_vllm.batch.journal import PROVEN, Earlier
 from airflow_provider_vllm.batch.ledger import Ledger
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.signals import Stats
 
 SKIPS_PER_TURN = 5000
+SUSPECT_DEATHS = 2
 
 
 class Waiting:
-    """`answered` maps keys to the positions of what earlier tries answered."""
+    """`earlier` is what earlier tries know of the rows."""
 
     def __init__(
-        self, rows: Iterator[Row | BadRow], ledger: Ledger, stats: Stats, answered: IntMap | None
+        self, rows: Iterator[Row | BadRow], ledger: Ledger, stats: Stats, earlier: Earlier | None
     ) -> None:
         self._input = Ahead(rows)
-        self._ledger, self._stats, self._answered = ledger, stats, answered
+        self._ledger, self._stats, self._earlier = ledger, stats, earlier
         self._exhausted = False
         self._returned: deque[Row] = deque()
         self._later: list[tuple[float, int, Row]] = []
@@ -43,7 +44,7 @@ class Waiting:
     @property
     def only_new(self) -> bool:
         """Whether `take_new` may be used."""
-        return self._answered is None and not (
+        return self._earlier is None and not (
             self._exhausted or self._returned or self._later or self.parcels
         )
 
@@ -76,16 +77,24 @@ class Waiting:
             row = taken[0]
             if isinstance(row, BadRow):
                 self._ledger.invalid(row)
-            elif (at := self._position(row)) is not None:
-                self._ledger.reused(row, at)
-            else:
+            elif not self._known(row):
                 return row
             if self._ledger.verdict is not None:
                 return None
         return None
 
-    def _position(self, row: Row) -> int | None:
-        return None if self._answered is None else self._answered.get(int(row.key, 16))
+    def _known(self, row: Row) -> bool:
+        """Whether a row needs no sending now: it is answered, or took part in too many losses."""
+        if self._earlier is None:
+            return False
+        at = self._earlier.answers.get(int(row.key, 16))
+        if at is not None:
+            self._ledger.reused(row, at)
+            return True
+        row.deaths = self._earlier.deaths.get(row.key, 0)
+        if row.deaths >= SUSPECT_DEATHS:
+            self.suspect(row)
+        return row.deaths >= SUSPECT_DEATHS
 
     def give_back(self, row: Row) -> None:
         """Not sent after all: next time."""
@@ -101,9 +110,12 @@ class Waiting:
         heapq.heappush(self._later, (until, self._tickets, row))
 
     def suspect(self, row: Row) -> None:
-        """Alone, when everything else is done."""
+        """Alone, when everything else is done; what has proven deadly before at the very end."""
         row.params = None
-        self._suspects.append(row)
+        if row.deaths < PROVEN:
+            self._suspects.appendleft(row)
+        else:
+            self._suspects.append(row)
 
     def close(self) -> None:
         self._input.close()

@@ -61,6 +61,7 @@ class Watch:
     def run(self) -> None:
         """Returns when every row has ended. Raises BatchFailed, ServerLost, or what a signal handler raises."""
         now = time.monotonic()
+        self._began = now
         self._movement = Movement(now, 0, None)
         self._next_sync = now + self._spec.journal_sync
         self._next_look = now + min(1.0, self._spec.progress_interval)
@@ -100,11 +101,25 @@ class Watch:
         if now >= self._next_report:
             self._next_report = now + self._spec.progress_interval
             self._report(now, self._sender.vitals)
-        if (
-            health.is_stalled(self._movement, now=now, stall_timeout=self._spec.stall_timeout)
-            and stats.in_flight
-        ):
+        if stats.in_flight and self._is_stalled(now):
             self._suspect_freeze(now)
+
+    def _is_stalled(self, now: float) -> bool:
+        return health.is_stalled(self._movement, now=now, patience=self._patience(now))
+
+    def _patience(self, now: float) -> float:
+        """Seconds without movement that are too many.
+
+        Counters of the engine move with every step. Without them only whole rows are seen, and five times
+        the usual row (in flight / rows per second) is waited for.
+        """
+        spec, stats = self._spec, self._sender.stats
+        if self._movement.moved is not None:
+            return spec.stall_timeout
+        sent = stats.done - stats.reused
+        if not sent:
+            return max(spec.stall_timeout, spec.request_timeout / 2)
+        return max(spec.stall_timeout, 5 * stats.in_flight * (now - self._began) / sent)
 
     def _see(self, moved: float | None, now: float) -> None:
         stats = self._sender.stats
@@ -140,9 +155,9 @@ class Watch:
         self._sender.commands.append(Healthy())
 
     def _suspect_freeze(self, now: float) -> None:
-        """Nothing has moved for `stall_timeout`: counters first, then one token."""
+        """Nothing has moved for too long: counters first, then one token."""
         self._see(health.look(self._endpoint).moved, now)
-        if not health.is_stalled(self._movement, now=now, stall_timeout=self._spec.stall_timeout):
+        if not self._is_stalled(now):
             return
         stalled = now - self._movement.at
         self._log.warning(

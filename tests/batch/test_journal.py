@@ -65,12 +65,12 @@ def test_a_line_torn_at_any_byte_is_no_record(tmp_path: Path) -> None:
         segment.write_bytes(whole[:cut])
         again = Journal(tmp_path)
         again.open()
-        assert len(again.answered()) == 2, cut
+        assert len(again.earlier().answers) == 2, cut
         add(again, 2)
         again.close()
         third = Journal(tmp_path)
         third.open()
-        assert len(third.answered()) == 3, cut
+        assert len(third.earlier().answers) == 3, cut
         third.close()
         for extra in sorted(tmp_path.glob("rows-*.log"))[1:]:
             extra.unlink()
@@ -88,7 +88,7 @@ def test_zeroed_blocks_are_no_records(tmp_path: Path) -> None:
     segment.write_bytes(data)
     again = Journal(tmp_path)
     again.open()
-    assert len(again.answered()) == 2
+    assert len(again.earlier().answers) == 2
     again.close()
 
 
@@ -100,7 +100,7 @@ def test_failures_are_not_answers(tmp_path: Path) -> None:
     journal.close()
     again = Journal(tmp_path)
     again.open()
-    answered = again.answered()
+    answered = again.earlier().answers
     assert answered.get(1) is None
     assert answered.get(2) is not None
     again.close()

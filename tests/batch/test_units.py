@@ -129,8 +129,8 @@ def test_movement() -> None:
     assert observe(state, done=6, in_flight=3, moved=100.0, now=9.0).at == 9.0
     assert observe(state, done=5, in_flight=3, moved=101.0, now=9.0).at == 9.0
     assert observe(state, done=5, in_flight=0, moved=100.0, now=9.0).at == 9.0
-    assert is_stalled(state, now=60.0, stall_timeout=60)
-    assert not is_stalled(state, now=59.0, stall_timeout=60)
+    assert is_stalled(state, now=60.0, patience=60)
+    assert not is_stalled(state, now=59.0, patience=60)
 
 
 METRICS = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.

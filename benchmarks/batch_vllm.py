@@ -1,0 +1,193 @@
+"""The batch against a real vLLM server on this machine, client and server on the same cores.
+
+    python -m benchmarks.batch vllm [--part speed|auto|run-batch] [--python PYTHON] [--model DIR]
+
+`speed`: the provider with and without packs against AsyncOpenAI; `auto`: concurrency="auto" against fixed
+numbers; `run-batch`: against `vllm run-batch` on the same prompts, for the rows and for the whole job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.batch import Results, measure, median, say, verdict
+from benchmarks.batch_clients import Job, write_input
+
+ROOT = Path(__file__).parents[1]
+FLAGS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"]
+NAME = "m"
+
+
+def environment() -> dict[str, str]:
+    """What vLLM's CPU build needs; two variables of some build machines break it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+    return {
+        **kept,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def vllm_server(python: str, model: str) -> Iterator[tuple[str, float]]:
+    """A server that is ready: its URL and the seconds that the start took."""
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+    command += [*FLAGS, "--disable-uvicorn-access-log"]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not answers(url):
+                if process.poll() is not None or time.perf_counter() - began > 300:
+                    log.seek(0)
+                    raise SystemExit(f"vLLM did not start:\n{log.read()[-3000:].decode()}")
+                time.sleep(0.1)
+            yield url, time.perf_counter() - began
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+def speed(python: str, model: str, rounds: int, rows: int) -> bool:
+    jobs: dict[str, tuple[str, dict[str, Any]]] = {
+        "packed": ("provider", {"pack": 16}),
+        "alone": ("provider", {"pack": 1}),
+        "auto": ("provider", {"pack": "auto", "in_flight": "auto"}),
+        "openai": ("openai", {}),
+    }
+    found: Results = defaultdict(list)
+    with vllm_server(python, model) as (url, _):
+        measure("provider", url=url, rows=200, in_flight=64, model=NAME)
+        for _ in range(rounds):
+            for name, (kind, more) in jobs.items():
+                job = {"url": url, "rows": rows, "in_flight": 64, "model": NAME, **more}
+                found[name].append(measure(kind, **job))
+    print(f"Real server, {rows:,} chat rows of 8 tokens, 64 in flight")
+    for name in jobs:
+        say(found, name)
+    openai = median(found["openai"])
+    good = verdict("packed, times AsyncOpenAI", median(found["packed"]) / openai, 4)
+    good &= verdict("alone, times AsyncOpenAI", median(found["alone"]) / openai, 2)
+    cpu = median(found["alone"], "cpu") / median(found["openai"], "cpu")
+    return good & verdict("CPU a row, of AsyncOpenAI's", cpu, 0.1, at_most=True)
+
+
+def auto(python: str, model: str, seconds: float) -> bool:
+    fixed = (32, 64, 128, 256, 512)
+    rates: dict[str, float] = {}
+    with vllm_server(python, model) as (url, _):
+        base = {"url": url, "model": NAME, "pack": 1}
+        guess = measure("provider", rows=2000, in_flight=128, **base)
+        rate = 2000 / guess["seconds"]
+        for limit in fixed:
+            one = measure("provider", rows=int(rate * seconds / 2), in_flight=limit, **base)
+            rates[str(limit)] = one["rows"] / one["seconds"]
+            print(f"  {limit:>5} in flight {rates[str(limit)]:>8,.0f} rows/s", flush=True)
+        one = measure("provider", rows=int(rate * seconds), in_flight="auto", **base)
+        found = one["rows"] / one["seconds"]
+        print(f"   auto, ended at {one['concurrency']} {found:>8,.0f} rows/s")
+    return verdict("auto, of the best fixed setting", found / max(rates.values()), 0.9)
+
+
+def run_batch_job(python: str, model: str, source: Path, folder: Path) -> dict[str, float]:
+    """vLLM's own batch command: whole seconds, and rows/s as its progress bar says at the end."""
+    command = [python, "-m", "vllm.entrypoints.openai.run_batch"]
+    command += ["-i", str(source), "-o", str(folder / "run-batch.jsonl"), "--model", model]
+    command += ["--served-model-name", NAME, *FLAGS]
+    began = time.perf_counter()
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, cwd=folder
+    )
+    whole = time.perf_counter() - began
+    speeds = re.findall(r"([\d.]+)\s*(req/s|it/s|s/req|s/it)", done.stderr + done.stdout)
+    if done.returncode or not speeds:
+        raise SystemExit(f"run-batch failed ({done.returncode}):\n{done.stderr[-3000:]}")
+    value, unit = speeds[-1]
+    return {"whole": whole, "rate": float(value) if unit.endswith("/s") else 1 / float(value)}
+
+
+def provider_job(python: str, model: str, rows: int) -> dict[str, float]:
+    """Start, send, write, stop; packs and concurrency as they are by default."""
+    began = time.perf_counter()
+    with vllm_server(python, model) as (url, _):
+        job = {"rows": rows, "in_flight": "auto", "pack": "auto", "model": NAME}
+        found = measure("provider", url=url, **job)
+    return {"whole": time.perf_counter() - began, "rate": rows / found["seconds"]}
+
+
+def against_run_batch(python: str, model: str, rounds: int, rows: int) -> bool:
+    theirs: list[dict[str, float]] = []
+    ours: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name) / "in.jsonl"
+        write_input(Job("", rows, 0, model=NAME), source)
+        for _ in range(rounds):
+            theirs.append(run_batch_job(python, model, source, Path(name)))
+            ours.append(provider_job(python, model, rows))
+            print(
+                f"  run-batch {json.dumps(theirs[-1])}  provider {json.dumps(ours[-1])}", flush=True
+            )
+
+    def middle(results: list[dict[str, float]], value: str) -> float:
+        return statistics.median(result[value] for result in results)
+
+    good = verdict("rows/s, of run-batch's", middle(ours, "rate") / middle(theirs, "rate"), 0.9)
+    whole = middle(ours, "whole") / middle(theirs, "whole")
+    return good & verdict("whole job, of run-batch's seconds", whole, 1.3, at_most=True)
+
+
+def main(rounds: int, rest: list[str]) -> bool:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", choices=["speed", "auto", "run-batch"])
+    parser.add_argument("--python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
+    parser.add_argument("--model", default=str(ROOT / ".cache" / "models" / "tiny"))
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=60, help="of steady state, for auto")
+    given = parser.parse_args(rest)
+    good = True
+    if given.part in (None, "speed"):
+        good &= speed(given.python, given.model, rounds, given.prompts)
+    if given.part in (None, "auto"):
+        good &= auto(given.python, given.model, given.seconds)
+    if given.part in (None, "run-batch"):
+        good &= against_run_batch(given.python, given.model, rounds, given.prompts)
+    return good
