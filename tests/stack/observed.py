@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from scripts.airflow_stack import AirflowStack
 RUNNING = re.compile(r"^vllm:num_requests_running\S* ([0-9.]+)", re.MULTILINE)
 # Airflow tells a task that it was marked or cleared with its next heartbeat (5 s), and gives it 5 s more.
 KILL_S = 20.0
+# Two requests that write at the same moment stop Airflow's API server on SQLite.
+ONE_AT_A_TIME = threading.Lock()
 
 
 class Observed:
@@ -31,7 +34,8 @@ class Observed:
     def __init__(self, stack: AirflowStack, dag_id: str, conf: Mapping[str, Any]) -> None:
         self.stack, self.client, self.dag_id = stack, stack.client, dag_id
         self.root = stack.home / "vllm"
-        self.run_id = self.client.run_dag(dag_id, conf)
+        with ONE_AT_A_TIME:
+            self.run_id = self.client.run_dag(dag_id, conf)
         self.seen: dict[str, list[str | None]] = {}
 
     # what the user sees
@@ -84,10 +88,16 @@ class Observed:
         return [each["state"] for each in self.client.tries(self.dag_id, self.run_id, task_id)]
 
     def mark(self, task_id: str, state: str) -> None:
-        self.client.mark(self.dag_id, self.run_id, task_id, state)
+        with ONE_AT_A_TIME:
+            self.client.mark(self.dag_id, self.run_id, task_id, state)
+
+    def mark_run(self, state: str) -> None:
+        with ONE_AT_A_TIME:
+            self.client.mark_run(self.dag_id, self.run_id, state)
 
     def clear(self, *task_ids: str, only_failed: bool = False) -> list[str]:
-        return self.client.clear(self.dag_id, self.run_id, task_ids, only_failed=only_failed)
+        with ONE_AT_A_TIME:
+            return self.client.clear(self.dag_id, self.run_id, task_ids, only_failed=only_failed)
 
     @staticmethod
     def seconds_between(epoch: float, shown: str) -> float:

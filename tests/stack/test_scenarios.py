@@ -249,7 +249,7 @@ def work_is_marked_success(scene: Scene) -> None:
 def the_run_is_marked_failed(scene: Scene) -> None:
     run = scene.run("vllm_shared", prompts=SLOW)
     run.wait_for_requests()
-    run.client.mark_run(run.dag_id, run.run_id, "failed")
+    run.mark_run("failed")
     assert run.finish() == "failed"
     assert run.state("work") == "failed"
     run.nothing_left(KILL_S)
