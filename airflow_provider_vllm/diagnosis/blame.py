@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from airflow_provider_vllm.diagnosis import wrappers
 from airflow_provider_vllm.diagnosis.events import Event
-from airflow_provider_vllm.diagnosis.logs import WORKER, Record
+from airflow_provider_vllm.diagnosis.logs import SERVER, WORKER, Record
 from airflow_provider_vllm.diagnosis.reader import Life
 from airflow_provider_vllm.diagnosis.rule import Rule
 from airflow_provider_vllm.diagnosis.stages import stage_of
 
 NATIVE_DEPTH = WORKER + 1
+STAGES_GO_ON = 2
 NATIVE_GOES_ON = 40
 """So many ordinary lines after a native message show that it was harmless."""
 STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
@@ -40,10 +41,13 @@ class Suspect:
     match: re.Match[str] | None
     strength: int
 
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """The smallest of these is to blame."""
-        depth = NATIVE_DEPTH if self.event.kind == "native" else self.event.depth
+    def rank(self, first: int) -> tuple[int, int, int]:
+        """The smallest of these is to blame; `first` is the line of the first plain exception.
+
+        What native code printed before any exception explains it, and counts as deepest of all.
+        """
+        native = self.event.kind == "native" and self.event.number < first
+        depth = NATIVE_DEPTH if native else self.event.depth
         return (-self.strength, -depth, self.event.number)
 
 
@@ -83,7 +87,9 @@ def blame(
         if not _interrupts(suspect) and (suspect.event.kind != "native" or suspect.rule)
     ]
     others = [suspect for suspect in others if _counts(suspect, others)]
-    best = min(others, key=lambda suspect: suspect.rank, default=None)
+    strong = [s.event.number for s in others if s.event.kind != "native" and s.strength == STRONG]
+    first = min(strong, default=life.last + 1)
+    best = min(others, key=lambda suspect: suspect.rank(first), default=None)
     return Blame(
         best,
         tuple(sorted(repeated, key=lambda event: event.number)),
@@ -202,6 +208,7 @@ class _History:
     def __init__(self, records: Sequence[Record], life: Life) -> None:
         self.life = life
         self.end = life.fatal or life.last
+        self.stages: list[int] = []
         self.progress: dict[tuple[str | None, int | None], int] = {}
         self.quiet: list[int] = []
         for record in records:
@@ -209,6 +216,7 @@ class _History:
                 self.quiet.append(record.number)
             if record.level in ("INFO", "WARNING") and stage_of(record.text) is not None:
                 self.progress[record.process, record.pid] = record.number
+                self.stages.append(record.number)
 
     def survived(self, event: Event) -> bool:
         """Whether the life went on well after this event."""
@@ -218,6 +226,9 @@ class _History:
             process = (event.record.process, event.record.pid)
             if event.kind == "native":
                 return len(self.quiet) - bisect.bisect(self.quiet, event.number) > NATIVE_GOES_ON
+            if event.depth <= SERVER and event.record.level is not None:
+                later = len(self.stages) - bisect.bisect(self.stages, event.number)
+                return later >= STAGES_GO_ON  # its children would not start without it
             return self.progress.get(process, 0) > event.number
         moved = sum(
             1

@@ -140,6 +140,7 @@ RULES: tuple[Rule, ...] = (
         first_action="Start once with NCCL_DEBUG=INFO: the NCCL WARN line before this one names the CUDA error.",
         launch=False,
         request=None,
+        victim=True,
         confidence=0.85,
         examples=(
             "(VllmWorkerProcess pid=760) ERROR 07-24 08:26:01 multiproc_worker_utils.py:226] RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",

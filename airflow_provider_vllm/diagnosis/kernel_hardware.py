@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="ptxas_failed",
         group="kernel_hardware",
-        pattern=r"ptxas fatal|Value 'sm_\w+' is not defined|PTXASError|ptxas error|ptxas-blackwell|`ptxas` (?:stderr|failed)|NoTritonConfigsError: .*ptxas",
+        pattern=r"ptxas fatal|Value 'sm_\w+' is not defined|PTXASError|ptxas error",
         explanation="The PTX assembler does not know this GPU or refused the code.",
         first_action="Point TRITON_PTXAS_PATH to the ptxas of a CUDA toolkit that knows this GPU.",
         launch=False,
