@@ -163,7 +163,7 @@ class Sender(threading.Thread):
                 continue
             if stats.pack > 1 and stats.in_flight and room < min(stats.pack, stats.limit):
                 return  # wait for room for a whole pack
-            row = waiting.take(now)
+            row = waiting.take(now, idle=not (stats.in_flight or self._doubtful))
             if row is None:
                 return
             if stats.pack > 1 and row.params is not None:
@@ -190,7 +190,7 @@ class Sender(threading.Thread):
         """Up to `most` rows that fit into one request with the first."""
         rows = [first]
         while len(rows) < most:
-            row = self._waiting.take(now)
+            row = self._waiting.take(now, idle=False)
             if row is None:
                 break
             if row.params != first.params or row.url != first.url:

@@ -55,16 +55,18 @@ class Waiting:
         self._exhausted = not rows
         return rows
 
-    def take(self, now: float) -> Row | None:
-        """The next row, or None when none may be sent right now."""
+    def take(self, now: float, idle: bool) -> Row | None:
+        """The next row, or None when none may be sent right now.
+
+        `idle` says that nothing is in flight or doubtful, so that a suspect would be alone.
+        """
         if self._later and self._later[0][0] <= now:
             return heapq.heappop(self._later)[2]
         if self._returned:
             return self._returned.popleft()
         if not self._exhausted and (row := self._take_new()) is not None:
             return row
-        done = self._exhausted and not (self._stats.in_flight or self._later or self.parcels)
-        if done and self._suspects:
+        if idle and self._exhausted and self._suspects and not (self._later or self.parcels):
             self.alone = self._suspects.popleft()
             return self.alone
         return None

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
 from tests.batch.helpers import (
@@ -306,9 +307,8 @@ def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
     assert error["custom_id"] == "killer"
     assert error["error"]["code"] == "suspect"
     assert "with it alone" in error["error"]["message"]
-    # Two losses with others in flight, the third with the suspect alone; nothing was left to start for.
+    # Two losses with others in flight, the third with the suspect alone.
     assert result.manifest.server_losses == 3
-    assert len(link.losses) == 2
 
 
 # The network.
@@ -378,3 +378,67 @@ def test_disk_full_while_the_results_are_written(
     run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
     check(tmp_path, quiet)
     assert server.behaviour.prompts.total() - asked <= ROWS // 2 + 17 + 1
+
+
+def test_deadly_rows_are_remembered_by_the_next_try(tmp_path: Path) -> None:
+    """Two of them use up the restarts of one try; the next one runs them alone from the start."""
+    made = [batch_row(f"id-{index}", f"prompt {index}") for index in range(80)]
+    made[20] = batch_row("killer-1", "[[die]] 1")
+    made[60] = batch_row("killer-2", "[[die]] 2")
+    source = write_rows(tmp_path / "in.jsonl", made)
+    spec = BatchSpec(
+        input_path=str(source), output_path=str(tmp_path / "out.jsonl"), concurrency=4, pack=1
+    )
+    link = OwnLink(restarts=2, latency=0.02)
+    try:
+        with pytest.raises(BatchFailed, match="did not come back"):
+            run(spec, link, tmp_path)
+    finally:
+        link.kill()
+    link = OwnLink(restarts=2, latency=0.02)
+    try:
+        result = run(spec, link, tmp_path)
+    finally:
+        link.kill()
+    assert result.manifest.outcomes == {"ok": 78, "suspect": 2}
+    assert [row["custom_id"] for row in read_rows(tmp_path / "out.errors.jsonl")] == [
+        "killer-1",
+        "killer-2",
+    ]
+
+
+def test_an_input_that_cannot_be_read_on(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """A network file system that goes away in the middle; what is answered is kept."""
+
+    class Flaky(type(tmp_path)):  # type: ignore[misc]
+        def open(self, *args: Any, **kwargs: Any) -> Any:
+            file = super().open(*args, **kwargs)
+            return Breaking(file) if server.behaviour.prompts or broken else file
+
+    class Breaking:
+        def __init__(self, file: Any) -> None:
+            self._file, self._lines = file, 0
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def readline(self, size: int) -> bytes:
+            self._lines += 1
+            if self._lines > 400:
+                raise OSError("Stale file handle")
+            data: bytes = self._file.readline(size)
+            return data
+
+    broken: list[bool] = []
+    arguments(tmp_path)
+    checked = check_inputs(spec_of(tmp_path), to_path=Flaky)
+    broken.append(True)
+    with pytest.raises(BatchFailed, match=r"cannot be read on: Stale file handle.*are kept"):
+        run(spec_of(tmp_path), link, tmp_path, checked=checked)
+    broken.clear()
+    assert run(spec_of(tmp_path), link, tmp_path).manifest.reused > 0
