@@ -96,7 +96,7 @@ def _stopped_in_order(case: _Case) -> bool:
     life = case.life
     if life.orderly is None or (life.fatal is not None and life.fatal < life.orderly):
         return False
-    if case.exit_status not in (None, 0, -15, 143, 130, -2):
+    if case.exit_status not in (None, 0) and _signal(case.exit_status) not in (2, 9, 15):
         return False
     suspect = case.blame.suspect
     if life.serving is not None or suspect is None:

@@ -276,7 +276,11 @@ def events(lines: Iterable[Record], native: re.Pattern[str]) -> list[Event]:
     for record in lines:
         before = len(parser.events)
         parser.add(record)
-        if len(parser.events) == before and _may_be_native(record) and native.search(record.text):
+        if (
+            len(parser.events) == before
+            and _may_be_native(record)
+            and native.search(record.text, 0, 600)
+        ):
             parser.events.append(
                 Event("native", record, record.text, record.process, lines=[record])
             )

@@ -87,6 +87,8 @@ _AT_WORK = re.compile(
     r"ERROR: +Exception in ASGI application|Error in (?:\w*completion|preprocessing prompt"
     r"|applying chat|extracting tool|reasoning)|stream generator"
 )
+# A script without a server came to the end of its prompts.
+_FINISHED = re.compile(r"Processed prompts: +100%")
 _SERVED = re.compile(r'"POST /(?!.*load_lora)[^"]*" 200')
 
 
@@ -117,6 +119,7 @@ class Life:
     fatal: int | None = None
     orderly: int | None = None
     first_answer: int | None = None
+    finished: bool = False
     troubled: bool = False
     last: int = 0
     served: deque[int] = field(default_factory=lambda: deque(maxlen=500))
@@ -137,7 +140,7 @@ class Life:
 
     @property
     def serving(self) -> int | None:
-        """The line from which on it served: that it is ready, else the first answer or statistics."""
+        """The line from which on it served: that it is ready, else its first answer."""
         return self.ready or self.first_answer
 
     def over_before(self, start: str) -> bool:
@@ -156,6 +159,7 @@ class Life:
             self._count(number, line)
             return
         if _BORING.search(line):
+            self.finished = self.finished or _FINISHED.search(line) is not None
             if _SERVED.search(line):
                 self.answered(number)
             if stage_of(line) is None:
@@ -190,7 +194,6 @@ class Life:
                     numbers["usage"],
                 )
             )
-            self.first_answer = self.first_answer or number
 
     def _mark(self, number: int, line: str) -> None:
         stage = stage_of(line)

@@ -14,6 +14,7 @@ from typing import Any
 from airflow_provider_vllm.diagnosis.logs import Record
 from airflow_provider_vllm.diagnosis.reader import Life
 from airflow_provider_vllm.diagnosis.rule import Diagnosis, Rule
+from airflow_provider_vllm.diagnosis.stages import stage_of
 
 _SIGNALS = {
     4: ("native_crash", "an illegal instruction (signal 4)"),
@@ -76,7 +77,7 @@ def without_failure(life: Life, kept: Sequence[Record], exit_status: int | None)
     """Nothing failed that the log tells of: healthy, stalled, or too little to say."""
     if (stall := _stalled(life, kept)) is not None and exit_status is None:
         return stall
-    if life.serving is not None:
+    if life.serving is not None or life.stats or life.finished:
         return Diagnosis(
             verdict="healthy",
             group="other",
@@ -116,7 +117,9 @@ def _stalled(life: Life, kept: Sequence[Record]) -> Diagnosis | None:
         if stats.running > 0 and stats.generation == 0 and stats.prompt == 0
     ]
     moved = [stats.number for stats in life.stats if stats.generation + stats.prompt > 0]
-    late = [record for record in waits if record.number > (moved[-1] if moved else 0)]
+    stages = [record.number for record in kept if stage_of(record.text) is not None]
+    since = max(life.ready or 0, moved[-1] if moved else 0, stages[-1] if stages else 0)
+    late = [record for record in waits if record.number > since]
     if len(late) >= 3 or (late and len(frozen) >= 2):
         return replace(
             Diagnosis(
