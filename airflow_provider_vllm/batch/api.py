@@ -54,7 +54,7 @@ PROMPT_FIELDS = {
 }
 # Fields of the request that only make sense together; any one group will do.
 PAIR_FIELDS = {
-    SCORE: (("text_1", "text_2"), ("queries", "documents")),
+    SCORE: (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")),
     RERANK: (("query", "documents"),),
 }
 # The list in the answer.

@@ -12,6 +12,7 @@ import orjson
 
 from airflow_provider_vllm.batch.answers import NotAnAnswer
 from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, EMBEDDINGS, PROMPT_FIELDS
+from airflow_provider_vllm.batch.client import Reply
 from airflow_provider_vllm.batch.row import Row
 
 CHAT_BATCH = "/v1/chat/completions/batch"
@@ -67,6 +68,12 @@ def prepare(row: Row, body: dict[str, Any]) -> None:
         return
     rest = {key: value for key, value in body.items() if key != name}
     row.prompt, row.params = prompt, orjson.dumps(rest)
+
+
+def not_offered(reply: Reply, url: str) -> bool:
+    """Whether a refused pack says that the server has no such endpoint, and not no such model."""
+    missing = reply.status in (404, 405, 501) and b"model" not in reply.body.lower()
+    return missing and url != PACKABLE[url]
 
 
 def join(rows: list[Row]) -> tuple[str, bytes]:

@@ -75,7 +75,7 @@ class RemoteJournal(Journal):
         super().sync()
         try:
             self._send()
-        except OSError as error:
+        except Exception as error:  # object stores have errors of their own
             log.warning("A journal part could not be sent, trying again later: %s", error)
 
     def _send(self) -> None:
@@ -98,7 +98,7 @@ class RemoteJournal(Journal):
         started = self._fd >= 0
         super().close()
         if started:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._send()
             shutil.rmtree(self.folder, ignore_errors=True)
 

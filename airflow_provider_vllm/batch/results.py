@@ -91,7 +91,7 @@ def replacing(text: str, to_path: ToPath) -> Iterator[Any]:
         if local:
             part.replace(path)
         else:
-            upload(part, path)
+            _upload(part, path)
     except OSError as error:
         raise BatchFailed(
             f"{text} cannot be written: {error.strerror or error}; every answer is kept in the journal; "
@@ -102,19 +102,24 @@ def replacing(text: str, to_path: ToPath) -> Iterator[Any]:
             part.unlink(missing_ok=True)
 
 
-def upload(part: Path, path: Any) -> None:
+def _upload(part: Path, path: Any) -> None:
     """Copy a local file to any path-like; a failed upload is discarded where the file system can."""
-    file = path.open("wb")
     try:
-        with part.open("rb") as source:
-            shutil.copyfileobj(source, file, 1 << 20)
-    except BaseException:
-        discard = getattr(file, "discard", None)
-        with contextlib.suppress(Exception):
+        file = path.open("wb")
+        try:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+        except BaseException:
+            discard = getattr(file, "discard", None)
             if discard is not None:
-                discard()
+                with contextlib.suppress(Exception):
+                    discard()
+            raise
+        file.close()
+    except OSError:
         raise
-    file.close()
+    except Exception as error:  # object stores have errors of their own
+        raise OSError(str(error)) from error
 
 
 @contextmanager

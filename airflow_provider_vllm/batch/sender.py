@@ -269,9 +269,9 @@ class Sender(threading.Thread):
             self._doubt(row, reply)
 
     def _settle_bad_pack(self, rows: list[Row], reply: Reply) -> None:
-        kind, url = classify(reply), rows[0].url
+        kind = classify(reply)
         if kind is Kind.REJECTED:
-            if reply.status in (404, 405, 501) and url != packing.PACKABLE[url]:
+            if packing.not_offered(reply, rows[0].url):
                 self._no_packs()
             self._halve(rows)
             return

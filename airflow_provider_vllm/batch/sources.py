@@ -119,7 +119,11 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
             empty = not file.read(1)
     except FileNotFoundError:
         raise InvalidPrompts(f"input_path {name} does not exist") from None
-    except OSError as error:
+    except InvalidPrompts:
+        raise
+    except Exception as error:  # object stores have errors of their own
+        if is_local(path) and not isinstance(error, OSError):
+            raise
         raise InvalidPrompts(f"input_path {name} cannot be read: {error}") from error
     if empty:
         raise InvalidPrompts(f"input_path {name} is empty: there is nothing to do")

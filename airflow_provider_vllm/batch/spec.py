@@ -193,7 +193,7 @@ def _one_source(spec: BatchSpec) -> None:
 def _prompts(prompts: Any) -> None:
     if prompts is None:
         return
-    if not isinstance(prompts, (list, tuple)):
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidPrompts(
             f"prompts must be a list, not {type(prompts).__name__}; a single prompt goes in a list of one"
         )

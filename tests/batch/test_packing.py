@@ -110,3 +110,15 @@ def test_packs_carry_the_schema(
     assert server.behaviour.bodies[0]["response_format"]["json_schema"]["schema"] == schema
     assert CHAT  # the single endpoint was not needed
     assert server.behaviour.requests == 1
+
+
+def test_an_unknown_model_does_not_turn_packs_off(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [batch_row(f"id-{i}", f"p{i}") for i in range(60)]
+    rows[:8] = [batch_row(f"id-{i}", f"p{i}", model="nobody") for i in range(8)]
+    spec = BatchSpec(prompts=rows, pack=8, concurrency=8, max_error_rate=1)
+    result = run(spec, link, tmp_path)
+    assert result.manifest.outcomes == {"ok": 52, "rejected": 8}
+    assert result.manifest.pack == 8
+    assert server.behaviour.largest_pack == 8
