@@ -29,6 +29,7 @@ STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
 SURE = 0.9
 """A rule of this confidence may speak for a chain from a later exception than the first."""
 
+_SAYS_NOTHING = re.compile(r"validation errors? for \w+\s*$|^(?:\w+\.)*\w+:\s*$| raised:\s*$")
 _INTERRUPT = re.compile(r"^KeyboardInterrupt\b")
 
 
@@ -124,7 +125,8 @@ def _speaker(chain: Sequence[Event], rules: Sequence[Rule]) -> Suspect:
             break
         if rule is None:
             rule = its_rule
-    return Suspect(_at_match(event, match), rule, match, _strength(event, rule))
+    stands = _at_match(event, match, rule is not None and rule.native)
+    return Suspect(stands, rule, match, _strength(event, rule))
 
 
 def _known(event: Event, rules: Sequence[Rule]) -> tuple[Rule | None, re.Match[str] | None]:
@@ -137,16 +139,23 @@ def _known(event: Event, rules: Sequence[Rule]) -> tuple[Rule | None, re.Match[s
     return None, None
 
 
-def _at_match(event: Event, match: re.Match[str] | None) -> Event:
-    """The event, standing at that line of its message in which the rule's pattern begins."""
+def _at_match(event: Event, match: re.Match[str] | None, native: bool) -> Event:
+    """The event, standing at that line of its message that says something.
+
+    That is its first, unless the first only counts validation errors or names the exception's type,
+    or unless what native code printed is quoted further down.
+    """
+    if not (native or _SAYS_NOTHING.search(event.first_line)):
+        return event
     if match is None:
-        return event if "alidationError" not in event.first_line else _at_line(event, 1)
+        return _at_line(event, 1)
     start = match.start() + len(match[0]) - len(match[0].lstrip())
-    return _at_line(event, event.message.count("\n", 0, start))
+    line = event.message.count("\n", 0, start)
+    return _at_line(event, line or ("validation error" in event.first_line))
 
 
 def _at_line(event: Event, line: int) -> Event:
-    if not 0 < line < len(event.lines):
+    if not 0 < line < len(event.lines) or not re.search(r"\w", event.lines[line].text):
         return event
     return Event(**{**event.__dict__, "record": event.lines[line]})
 

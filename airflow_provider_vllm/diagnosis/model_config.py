@@ -131,13 +131,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="unsupported_architecture",
         group="model_config",
-        pattern=r"(?:Value error, )?Model architectures (?P<architectures>\[[^\]]*\]) (?:are not supported for now|failed to be inspected|has no vLLM implementation)|has no vLLM implementation and the Transformers implementation is not compatible|No model architectures are specified|Cannot find model module|architecture \S+ (?:is )?not supported",
+        pattern=r"(?:Value error, )?Model architectures (?P<architectures>\[[^\]]*\]) (?:are not supported for now|has no vLLM implementation)|has no vLLM implementation and the Transformers implementation is not compatible|No model architectures are specified|Cannot find model module|architecture \S+ (?:is )?not supported",
         explanation="This vLLM release has no implementation of the model: {architectures}.",
         first_action="Upgrade vLLM, or take a model that it supports.",
         launch=False,
         request=None,
         examples=(
             "ValueError: Model architectures ['MiniCPM5ForCausalLM'] are not supported for now. Supported architectures: dict_keys(['AquilaModel'])",
+        ),
+    ),
+    Rule(
+        id="model_inspection_failed",
+        group="model_config",
+        pattern=r"(?:Value error, )?Model architectures (?P<architectures>\[[^\]]*\]) failed to be inspected",
+        explanation="vLLM could not import its own implementation of the model ({architectures}).",
+        first_action="Look above for the traceback of `models.registry`: a package is missing or of the wrong version.",
+        launch=False,
+        request=None,
+        victim=True,
+        examples=(
+            "ValueError: Model architectures ['GraniteForCausalLM'] failed to be inspected. Please check the logs for more details.",
         ),
     ),
     Rule(

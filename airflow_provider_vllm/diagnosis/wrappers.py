@@ -31,6 +31,8 @@ WRAPPER = re.compile(
     r"|^\w*Error: Call to \w+ method failed|Invocation of \w+ method failed"
     r"|ray\.exceptions\.RayTaskError\(|ChildProcessError: worker died|RuntimeError\('Engine process"
     r"|ExceptionGroup: unhandled errors|operation failed in the TorchScript interpreter"
+    r"|^RuntimeError: Error raised in subprocess|CalledProcessError: .*models\.registry"
+    r"|Error in inspecting model architecture"
     r"|Worker VllmWorkerProcess pid \d+ died|^NoneType: None$"
     r"|^Error executing method |Exception in worker VllmWorkerProcess while processing method"
 )

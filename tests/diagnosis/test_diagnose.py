@@ -214,3 +214,70 @@ def test_thousands_of_errors_after_the_death_do_not_hide_it() -> None:
 def test_an_unreadable_path_is_an_oserror(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(OSError, match="No such file"):
         diagnose(tmp_path / "none.log")
+
+
+def test_what_a_subprocess_printed_into_the_message_is_the_root() -> None:
+    prefix = "ERROR 04-28 07:56:28 [registry.py:354] "
+    root = "ModuleNotFoundError: No module named 'pandas'"
+    inside = [
+        "Error in inspecting model architecture 'GraniteForCausalLM'",
+        "Traceback (most recent call last):",
+        '  File "/srv/vllm/model_executor/models/registry.py", line 594, in _run_in_subprocess',
+        "RuntimeError: Error raised in subprocess:",
+        "Traceback (most recent call last):",
+        '  File "/srv/torch/_dynamo/__init__.py", line 3, in <module>',
+        root,
+    ]
+    end = "ValueError: Model architectures ['GraniteForCausalLM'] failed to be inspected."
+    found = diagnose([*(prefix + line for line in inside), end])
+    assert found.root_line == prefix + root
+
+
+def test_native_lines_explain_what_follows_them_only() -> None:
+    watchdog = (
+        "[rank1]:[E1126 10:00:00.1 ProcessGroupNCCL.cpp:2068] [PG ID 2 Rank 1] Process group "
+        "watchdog thread terminated with exception: CUDA error: an illegal memory access"
+        " was encountered"
+    )
+    worker = (
+        "(Worker_TP1 pid=4) ERROR 11-26 10:00:00 [multiproc_executor.py:671] "
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+    )
+    assert diagnose([START, READY, watchdog, worker, DEAD]).root_line == watchdog
+    assert diagnose([START, READY, worker, watchdog, DEAD]).root_line == worker
+
+
+def test_an_error_of_a_parent_whose_children_start_afterwards_is_harmless() -> None:
+    logged = SERVER + "ERROR 11-30 09:00:01 [fa_utils.py:57] "
+    trace = [
+        "Cannot use FA version 2",
+        "Traceback (most recent call last):",
+        '  File "/srv/vllm/fa_utils.py", line 1, in f',
+        "ImportError: libcudart.so.12: cannot open shared object file",
+    ]
+    engine = (
+        "(EngineCore pid=2) INFO 11-30 09:00:02 [core.py:133] Initializing a V1 LLM engine (v0)"
+    )
+    found = diagnose([START, *(logged + line for line in trace), engine, LOADING])
+    assert found.verdict == "stalled"
+
+
+def test_waits_during_a_start_are_no_stall_of_the_server() -> None:
+    wait = (
+        "(EngineCore pid=2) INFO 11-30 09:03:00 [shm_broadcast.py:108] No available shared memory "
+        "broadcast block found in 60 seconds."
+    )
+    assert diagnose([START, LOADING, *[wait] * 5, READY, OK]).verdict == "healthy"
+    assert diagnose([START, LOADING, READY, OK, *[wait] * 5]).verdict == "stalled"
+
+
+def test_a_script_that_came_to_its_end_is_healthy() -> None:
+    engine = "INFO 11-30 09:00:02 [core.py:133] Initializing a V1 LLM engine (v0.11) with config"
+    done = "Processed prompts: 100%|██████████| 4/4 [00:02<00:00,  1.5it/s]"
+    assert diagnose([engine, done]).verdict == "healthy"
+    crash = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "KeyError: 'x'"]
+    assert diagnose([engine, done, *crash]).root_line == "KeyError: 'x'"
+
+
+def test_a_stop_that_ends_in_sigkill_is_a_stop() -> None:
+    assert diagnose([START, LOADING, READY, OK, SHUTDOWN], exit_status=-9).verdict == "stopped"
