@@ -111,6 +111,8 @@ def stage_of(line: str) -> str | None:
 
     Some lines report that a stage just ended ("Loading weights took"): they still name it.
     """
+    if ' - "' in line and "INFO:" in line:  # an access line, as nearly all of a busy server's are
+        return None
     found = _STAGE.search(line)
     if found is None or found.lastgroup is None or _REQUEST.search(line, 0, found.start()):
         return None
