@@ -10,7 +10,6 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def root(tmp_path: Path, vllm_python: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def start(root: StateRoot) -> Iterator[Any]:
+def start(root: StateRoot) -> Any:
     from airflow_provider_vllm.operators.start import StartVllmServerOperator
 
     def run(model: Path | str, *, env: dict[str, str] = ENV, **fields: Any) -> Failed:
@@ -71,7 +70,7 @@ def start(root: StateRoot) -> Iterator[Any]:
             operator.execute(context_of(ti))
         return Failed(caught.value, ti.xcoms, root, str(caught.value).splitlines())
 
-    yield run
+    return run
 
 
 def named(failed: Failed, cause: str, root_line: str) -> None:
@@ -113,7 +112,7 @@ def test_model_length_above_the_models_own(start: Any, tiny_model: Path) -> None
 
 def test_cache_too_small_for_one_request(start: Any, tiny_model: Path) -> None:
     env = {name: value for name, value in ENV.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
-    args = {**TINY, "kv_cache_memory_bytes": 16384}
+    args = {**TINY, "max_model_len": 512, "kv_cache_memory_bytes": 131072}
     failed = start(tiny_model, env=env, engine_args=args)
     named(failed, "max_model_len_exceeds_kv_cache", "KV cache")
     assert list(failed.diagnosis["remedy"]) == ["max_model_len"]
