@@ -276,6 +276,32 @@ RULES: tuple[Rule, ...] = (
         near_misses=("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62",),
     ),
     Rule(
+        id="accelerator_oom",
+        group="capacity",
+        pattern=r"Ran out of memory in memory space (?P<space>\w+)|RESOURCE_EXHAUSTED: |nrt_tensor_allocate .{0,60}Allocation Failure",
+        explanation="The accelerator ran out of memory.",
+        first_action="Lower max_model_len or max_num_seqs, or spread the model over more devices.",
+        launch=False,
+        request=None,
+        confidence=0.9,
+        examples=(
+            "ERROR 06-11 13:57:14 [core.py:515] ValueError: Ran out of memory in memory space vmem while allocating on stack for %name.32",
+        ),
+    ),
+    Rule(
+        id="kv_blocks_exhausted",
+        group="capacity",
+        pattern=r"NoFreeBlocksError|No free blocks (?:are )?available",
+        explanation="The scheduler found no free KV cache block for a sequence that it had let in.",
+        first_action="Lower max_num_seqs; upgrade vLLM, since the scheduler should have waited.",
+        launch=True,
+        request=True,
+        confidence=0.85,
+        examples=(
+            "ERROR 12-13 08:58:11 engine.py:165] vllm.core.block.interfaces.BlockAllocator.NoFreeBlocksError",
+        ),
+    ),
+    Rule(
         id="host_memory",
         group="capacity",
         pattern=r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|\[Errno 12\] Cannot allocate memory|std::bad_alloc|CUDA error: .*cudaHostAlloc|Unable to allocate .* for an array with shape",

@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="host_oom_killed",
         group="dead_process",
-        pattern=r"oom[-_]kill(?:er)?\b|Out of memory: Killed process|OOMKilled|Detected \d+ oom.kill event|Memory cgroup out of memory|workers? (?:was|were) killed due to (?:the node running low on )?memory|ray\.exceptions\.OutOfMemoryError|died due to signal 9|Killed signal terminated program",
+        pattern=r"oom[-_]kill(?:er)?\b|Out of memory: Killed process|OOMKilled|Detected \d+ oom.kill event|Memory cgroup out of memory|workers? (?:was|were) killed due to (?:the node running low on )?memory|ray\.exceptions\.OutOfMemoryError|died due to signal 9|is killed by signal: Killed|Killed signal terminated program",
         explanation="The host or the container ran out of memory and a process was killed.",
         first_action="Give the server more host memory (or raise the container's limit).",
         launch=False,

@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="no_device",
         group="environment",
-        pattern=r"Failed to infer device type|No CUDA GPUs are available|Found no NVIDIA driver|libcuda\.so\.1: cannot open|NVIDIA driver on your system is too old|Torch not compiled with CUDA|no CUDA-capable device is detected|No HIP GPUs are available|Failed to initialize NVML|NVML(?:Error)?.{0,40}(?:Not Found|Driver/library version mismatch|Driver Not Loaded)|Driver/library version mismatch|device type .{0,20}UnspecifiedPlatform|CUDA is not available",
+        pattern=r"Failed to infer device type|No CUDA GPUs are available|Found no NVIDIA driver|libcuda\.so\.1: cannot open|NVIDIA driver on your system is too old|Torch not compiled with CUDA|no CUDA-capable device is detected|No HIP GPUs are available|Failed to initialize NVML|NVMLError_\w+|NVML(?:Error)?.{0,40}(?:Not Found|Driver/library version mismatch|Driver Not Loaded)|Driver/library version mismatch|device type .{0,20}UnspecifiedPlatform|CUDA is not available",
         explanation="vLLM finds no usable GPU or driver here.",
         first_action="Check nvidia-smi on this worker, in the same container; give the container its GPUs (--gpus all) or update the driver.",
         launch=False,
@@ -109,6 +109,16 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="user_unknown",
+        group="environment",
+        pattern=r"getpwuid\(\): uid not found: (?P<uid>\d+)",
+        explanation="The user id {uid} has no name in this container, which some libraries need.",
+        first_action="Set USER and HOME, or run the container as a user that it knows.",
+        launch=False,
+        request=None,
+        examples=("KeyError: 'getpwuid(): uid not found: 1001'",),
+    ),
+    Rule(
         id="too_many_open_files",
         group="environment",
         pattern=r"\[Errno 24\] Too many open files(?!`)|Too many open files \(|EMFILE",
@@ -153,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="abi_mismatch",
         group="environment",
-        pattern=r"undefined symbol: (?P<symbol>\S+)|version `GLIBC(?:XX)?_\S+' not found|cannot open shared object file|(?:type '[\w.]+'|'(?:type|ABCMeta|builtin_function_or_method)' object) is not subscriptable|DLL load failed|numpy\.dtype size changed|A module that was compiled using NumPy 1|does not exist! Ensure that it is registered|'_OpNamespace' '(?P<ns>\w+)' object has no attribute '(?P<op>\w+)'|operator \S+ does not exist|PyTorch and torchvision were compiled with different CUDA|compiled with different CUDA (?:major )?versions|mutable default .* is not allowed",
+        pattern=r"undefined symbol: (?P<symbol>\S+)|version `GLIBC(?:XX)?_\S+' not found|cannot open shared object file|(?:type '[\w.]+'|'(?:type|ABCMeta|builtin_function_or_method)' object) is not subscriptable|DLL load failed|numpy\.dtype size changed|A module that was compiled using NumPy 1|does not exist! Ensure that it is registered|'_OpNamespace' '(?P<ns>\w+)' object has no attribute '(?P<op>\w+)'|operator \S+ does not exist|name '(?:vllm_)?(?:cache_)?ops' is not defined|name 'vllm_\w+' is not defined|PyTorch and torchvision were compiled with different CUDA|compiled with different CUDA (?:major )?versions|mutable default .* is not allowed",
         explanation="Binary packages of this environment do not fit each other (vLLM, torch, CUDA, Python).",
         first_action="Install vLLM into a fresh environment, with exactly the torch version that it asks for.",
         launch=False,

@@ -180,6 +180,19 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="media_above_batched_tokens",
+        group="model_config",
+        pattern=r"max_tokens_per_mm_item \((?P<length>\d+)\) is larger than max_num_batched_tokens \((?P<tokens>\d+)\)",
+        explanation="One image or video may take {length} tokens, a batch only {tokens}.",
+        first_action="Raise max_num_batched_tokens to at least {length}.",
+        launch=False,
+        request=None,
+        remedy=batched_tokens,
+        examples=(
+            "ValueError: Chunked MM input disabled but max_tokens_per_mm_item (2496) is larger than max_num_batched_tokens (2048). Please increase max_num_batched_tokens.",
+        ),
+    ),
+    Rule(
         id="cpu_kvcache_not_an_integer",
         group="model_config",
         pattern=r"(?:Value error, )?invalid literal for int\(\) with base 10: '(?P<value>[^']*)'",
@@ -232,7 +245,20 @@ RULES: tuple[Rule, ...] = (
             'ERROR 05-23 09:31:47 [core.py:396]   File "vllm/model_executor/models/llama.py", line 417, in load_weights\n'
             "ERROR 05-23 09:31:47 [core.py:396] KeyError: 'layers.0.mlp.gate_up_proj.qweight_type'",
         ),
-        near_misses=("KeyError: 'layers.0.mlp.down_proj.weight'",),
+    ),
+    Rule(
+        id="weights_of_another_model",
+        group="model_config",
+        pattern=r"There is no module or parameter named '(?P<name>[^']+)'|^KeyError: '(?:\w+\.)?(?:layers|h|blocks)\.\d+\.[\w.]+'",
+        explanation="The checkpoint holds a weight that this model in vLLM does not have.",
+        first_action="Check that the checkpoint is of this architecture and quantization; upgrade vLLM when the model is newer than it.",
+        launch=False,
+        request=None,
+        confidence=0.85,
+        examples=(
+            "ValueError: There is no module or parameter named 'lm_head.qweight_type' in Qwen2ForCausalLM",
+            "KeyError: 'layers.0.mlp.down_proj.weight'",
+        ),
     ),
     Rule(
         id="tokenizer_broken",
@@ -245,6 +271,19 @@ RULES: tuple[Rule, ...] = (
         examples=(
             "ValueError: Couldn't instantiate the backend tokenizer from one of: ",
             "OSError: Can't load tokenizer for '/data/m'. If you were trying to load it from 'https://huggingface.co/models', make sure you don't have a local directory with the same name.",
+        ),
+    ),
+    Rule(
+        id="processor_failed",
+        group="model_config",
+        pattern=r"Failed to apply (?P<processor>\w*Processor\w*) on data",
+        explanation="The model's own {processor} (transformers) could not handle the media.",
+        first_action="Use the transformers version that the model's card names; if one request did it, leave that request out.",
+        launch=True,
+        request=False,
+        confidence=0.75,
+        examples=(
+            "ERROR 02-27 18:50:20 engine.py:389] RuntimeError: Failed to apply Qwen2_5_VLProcessor on data={'text': '<|image_pad|>'}",
         ),
     ),
     Rule(
@@ -342,7 +381,7 @@ GENERIC: tuple[Rule, ...] = (
     Rule(
         id="invalid_engine_argument",
         group="model_config",
-        pattern=r"validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|^(?:\w+\.)*(?:ValueError|NotImplementedError|VLLMValidationError|AssertionError|RuntimeError): (?=[^\n]*(?:(?:is|are) (?:only|not|currently not|not yet) (?:supported|compatible|available|implemented) |(?:not|isn't|doesn't) (?:supported|support|compatible) (?:with|for|in|on|by|when|yet|the)\b|does not support|must be (?:one of|in|greater|less|between|set|at least|positive|divisible)|should be (?:one of|greater|less|between|set)|[Pp]lease (?:set|use|specify|upgrade|disable|enable)|[Uu]nsupported|[Ii]nvalid (?:value|choice|argument)|not supported\.?$))(?![^\n]*\binput tensor)",
+        pattern=r"^TypeError: Error: --|validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|^(?:\w+\.)*(?:ValueError|NotImplementedError|VLLMValidationError|AssertionError|RuntimeError): (?=[^\n]*(?:(?:is|are) (?:only|not|currently not|not yet) (?:supported|compatible|available|implemented)\b|only [^\n]{1,80} (?:is|are) supported|(?:not|isn't|doesn't) (?:supported|support|compatible) (?:with|for|in|on|by|when|yet|the)\b|does not support|must be (?:one of|in|greater|less|between|set|at least|positive|divisible)|should be (?:one of|greater|less|between|set)|[Pp]lease (?:set|use|specify|upgrade|disable|enable)|[Uu]nsupported|[Ii]nvalid (?:value|choice|argument)|not supported\.?$))(?![^\n]*\binput tensor)",
         explanation="vLLM refuses the configuration: the root line says which part.",
         first_action="Change that one argument as the root line says.",
         launch=False,

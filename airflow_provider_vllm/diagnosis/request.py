@@ -74,6 +74,19 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="multimodal_mismatch",
+        group="request",
+        pattern=r"Attempted to assign .{1,120} tokens to \d+ placeholders|multimodal embeddings .{0,60}placeholders",
+        explanation="The images, video or audio of a request did not become as many tokens as the prompt has places for.",
+        first_action="Leave that request out and check its media and placeholders; upgrade vLLM, since this should not end the engine.",
+        launch=True,
+        request=False,
+        confidence=0.85,
+        examples=(
+            "ERROR 03-16 12:28:39 [core.py:340] ValueError: Attempted to assign 256 + 74 = 330 multimodal tokens to 332 placeholders",
+        ),
+    ),
+    Rule(
         id="prompt_too_long",
         group="request",
         pattern=r"This model's maximum context length is (?P<limit>\d+) tokens|prompt \(length (?P<length>\d+)\) is longer than the maximum model length of (?P<model>\d+)|[Ii]nput (?:prompt|length).{0,40}exceeds.{0,40}(?:max_model_len|limit|maximum)|max_tokens must be at least 1, got -",
