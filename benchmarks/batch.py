@@ -1,6 +1,6 @@
 """How fast a batch is, as ratios measured in one run.
 
-    python -m benchmarks.batch                 against a fast local mock (needs gcc)
+    python -m benchmarks.batch                 against a fast local mock
     python -m benchmarks.batch million         memory and speed over a million rows
     python -m benchmarks.batch vllm            against a real server, see benchmarks/batch_vllm.py
 
@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from scripts.compiler import c_compiler
 
 HERE = Path(__file__).parent
 ANSWER = {
@@ -45,7 +47,7 @@ def mock(folder: Path, latency_ms: float = 0) -> Iterator[int]:
     """The mock server, compiled where it is not yet; gives its port."""
     for name in ("mock_server", "mock_load"):
         if not (folder / name).exists():
-            command = ["gcc", "-O2", "-o", str(folder / name), str(HERE / f"{name}.c")]
+            command = [*c_compiler(), "-O2", "-o", str(folder / name), str(HERE / f"{name}.c")]
             subprocess.run(command, check=True)
     (folder / "answer.json").write_text(json.dumps(ANSWER))
     command = [str(folder / "mock_server"), str(folder / "answer.json"), str(latency_ms)]

@@ -1,7 +1,7 @@
 """One task: a model, prompts, answers. The server lives inside the task.
 
 This works with every executor, since nothing outlives the task. Set the model with the environment
-variable VLLM_MODEL on the workers and the DAG processor (a path or a hub id).
+variable EXAMPLE_MODEL on the workers and the DAG processor (a path or a hub id).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from airflow.sdk import dag, task
 from airflow_provider_vllm import ServerSpec, VllmBatchOperator
 
 SERVER = ServerSpec(
-    model=os.environ.get("VLLM_MODEL", "Qwen/Qwen3-8B"),
+    model=os.environ.get("EXAMPLE_MODEL", "Qwen/Qwen3-8B"),
     engine_args={"max_model_len": 1024, "enforce_eager": True},
 )
 
@@ -36,7 +36,7 @@ def example_one_task():
         for answer in answers:
             print(answer)
 
-    show(answers.output)
+    show(answers.output)  # type: ignore[arg-type]  # Airflow passes the list
 
 
 example_one_task()

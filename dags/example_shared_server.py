@@ -14,7 +14,7 @@ from airflow.sdk import dag
 from airflow_provider_vllm import ServerSpec, VllmBatchOperator, vllm_server
 
 SERVER = ServerSpec(
-    model=os.environ.get("VLLM_MODEL", "Qwen/Qwen3-8B"),
+    model=os.environ.get("EXAMPLE_MODEL", "Qwen/Qwen3-8B"),
     engine_args={"max_model_len": 1024, "enforce_eager": True},
 )
 
@@ -25,15 +25,15 @@ def example_shared_server():
         questions = VllmBatchOperator(
             task_id="questions",
             server=server,
-            prompts=["What is the capital of Italy?", "What is the capital of Spain?"],
+            prompts=["What is the capital of Italy?", "What is the capital of Germany?"],
             sampling={"temperature": 0, "max_tokens": 40},
         )
         VllmBatchOperator(
-            task_id="translate",
+            task_id="rephrase",
             server=server,
             prompts=questions.output,  # what the first batch answered
-            batch={"system_prompt": "Translate the user's sentence into French."},
-            sampling={"temperature": 0, "max_tokens": 60},
+            batch={"prompt_template": "Say it in other words: {prompt}"},
+            sampling={"temperature": 0, "max_tokens": 40},
         )
 
 

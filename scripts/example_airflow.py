@@ -48,10 +48,10 @@ def example_settings(home: Path) -> dict[str, dict[str, str]]:
 
 
 def example_environ(home: Path) -> dict[str, str]:
-    """What the example DAGs ask for (VLLM_MODEL, VLLM_DATA), and what vLLM has to know of here."""
+    """What the example DAGs ask for (EXAMPLE_MODEL, EXAMPLE_DATA), and what vLLM has to know of here."""
     environ = {
-        "VLLM_MODEL": example_model(),
-        "VLLM_DATA": str(home / "data"),
+        "EXAMPLE_MODEL": example_model(),
+        "EXAMPLE_DATA": str(home / "data"),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }

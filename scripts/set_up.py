@@ -28,6 +28,7 @@ from pathlib import Path
 
 import tomllib
 
+from scripts.compiler import FROM_PYPI, own_compiler
 from scripts.progress import Progress
 from scripts.venv import InstallFailed, Venv
 
@@ -74,11 +75,12 @@ def set_up_airflow(progress: Progress) -> None:
     venv = Venv(ROOT / ".venv", CACHE / "logs")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with progress.stage("environment .venv (Airflow)") as note:
-        if venv.holds(AIRFLOW, project):
+        compiler = [] if own_compiler() else [FROM_PYPI]
+        if venv.holds(AIRFLOW, project, *compiler):
             note.text = "already there"
             return
-        with venv.building(AIRFLOW, project):
-            venv.install([AIRFLOW, "--editable", f"{ROOT}[test]"], note)
+        with venv.building(AIRFLOW, project, *compiler):
+            venv.install([AIRFLOW, "--editable", f"{ROOT}[test]", *compiler], note)
 
 
 def set_up_vllm(progress: Progress) -> None:

@@ -50,8 +50,8 @@ def test_the_shared_server_is_set_up_before_and_torn_down_after_both_batches() -
     start, stop = dag.get_task("start_vllm_server"), dag.get_task("stop_vllm_server")
     assert start.is_setup
     assert stop.is_teardown
-    assert {"questions", "translate"} <= set(start.downstream_task_ids)
-    assert "translate" in stop.upstream_task_ids
+    assert {"questions", "rephrase"} <= set(start.downstream_task_ids)
+    assert "rephrase" in stop.upstream_task_ids
 
 
 def test_the_files_of_a_day_carry_the_day() -> None:

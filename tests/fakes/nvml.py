@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.compiler import c_compiler
+
 GIB = 1024**3
 _SOURCE = Path(__file__).with_name("nvml_stub.c")
 
@@ -73,7 +75,7 @@ class NvmlStub:
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / "libnvidia-ml.so.1"
         soname = f"-Wl,-soname,{library.name}"
-        command = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", soname]
+        command = [*c_compiler(), "-shared", "-fPIC", "-Wall", "-Werror", soname]
         subprocess.run([*command, "-o", str(library), str(_SOURCE)], check=True)
         stub = cls(folder)
         stub.write()

@@ -109,8 +109,9 @@ async def serve(port: int, model: str, plan: dict, engine: subprocess.Popen[byte
 
     from tests.fakes.endpoint import BEHAVIOUR, Behaviour, build_app
 
-    stranger = plan.get("stranger")
-    key = {"keyless": None, "other": "another-key"}.get(stranger, os.environ.get("VLLM_API_KEY"))
+    stranger = plan.get("stranger", "")
+    own = os.environ.get("VLLM_API_KEY")
+    key = {"keyless": None, "other": "another-key"}.get(stranger, own)
     behaviour = Behaviour(
         models=("another-model",) if stranger == "model" else (model,),
         api_key=key,

@@ -90,7 +90,7 @@ def test_two_batches_on_a_shared_server(runs: Runs) -> None:
     questions = runs.xcom("example_shared_server", "questions")
     assert "Rome" in questions[0]
     assert "Madrid" in questions[1]
-    assert len(runs.xcom("example_shared_server", "translate")) == 2
+    assert len(runs.xcom("example_shared_server", "rephrase")) == 2
     handle = runs.xcom("example_shared_server", "start_vllm_server")
     assert "stop_vllm_server" in runs.states("example_shared_server")
     assert handle["server_id"] in runs.log("example_shared_server", "stop_vllm_server")
