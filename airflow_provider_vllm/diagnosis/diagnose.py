@@ -210,6 +210,7 @@ def _context(case: _Case, diagnosis: Diagnosis) -> Diagnosis:
     if number is None:
         return diagnosis
     kept = {record.number: record.raw for record in case.records}
+    kept[number] = diagnosis.root_line or ""  # of several pieces with one number, this one
     numbers = sorted(kept)
     at = numbers.index(number)
     around = numbers[max(0, at - CONTEXT_LINES) : at + CONTEXT_LINES + 1]
