@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm.batch.journal import Journal
-from airflow_provider_vllm.batch.run import check_inputs
+from airflow_provider_vllm.batch.run import BatchResult, check_inputs
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
 from tests.batch.helpers import (
@@ -380,6 +380,17 @@ def test_disk_full_while_the_results_are_written(
     assert server.behaviour.prompts.total() - asked <= ROWS // 2 + 17 + 1
 
 
+def one_try(spec: BatchSpec, folder: Path) -> BatchResult | None:
+    """None where two restarts were not enough."""
+    link = OwnLink(restarts=2, latency=0.02)
+    try:
+        return run(spec, link, folder)
+    except BatchFailed:
+        return None
+    finally:
+        link.kill()
+
+
 def test_deadly_rows_are_remembered_by_the_next_try(tmp_path: Path) -> None:
     """Two of them use up the restarts of one try; the next one runs them alone from the start."""
     made = [batch_row(f"id-{index}", f"prompt {index}") for index in range(80)]
@@ -389,17 +400,12 @@ def test_deadly_rows_are_remembered_by_the_next_try(tmp_path: Path) -> None:
     spec = BatchSpec(
         input_path=str(source), output_path=str(tmp_path / "out.jsonl"), concurrency=4, pack=1
     )
-    link = OwnLink(restarts=2, latency=0.02)
-    try:
-        with pytest.raises(BatchFailed, match="did not come back"):
-            run(spec, link, tmp_path)
-    finally:
-        link.kill()
-    link = OwnLink(restarts=2, latency=0.02)
-    try:
-        result = run(spec, link, tmp_path)
-    finally:
-        link.kill()
+    tries = [one_try(spec, tmp_path)]
+    assert tries[0] is None, "one try had restarts enough: the test shows nothing"
+    while tries[-1] is None and len(tries) < 3:  # Airflow's first try and two retries
+        tries.append(one_try(spec, tmp_path))
+    result = tries[-1]
+    assert result is not None, "the same rows fail every try"
     assert result.manifest.outcomes == {"ok": 78, "suspect": 2}
     assert [row["custom_id"] for row in read_rows(tmp_path / "out.errors.jsonl")] == [
         "killer-1",
