@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import BaseHook, conf
@@ -91,6 +94,20 @@ def launch_options(spec: ServerSpec, context: Mapping[str, Any]) -> LaunchOption
         hf_token=secret(spec.hf_conn_id, "hf_conn_id") if spec.hf_conn_id else None,
         keep_failed_days=keep_failed_days(),
     )
+
+
+def journal_dir(context: Mapping[str, Any]) -> str:
+    """Where a batch without an output file keeps its answers for the next try, on this worker.
+
+    Journals of tasks that have not come back for `[vllm] keep_failed_days` are removed here.
+    """
+    folder = Path(state_root_path()) / "batches"
+    oldest = time.time() - keep_failed_days() * 86400
+    for journal in folder.iterdir() if folder.is_dir() else ():
+        newest = max((each.stat().st_mtime for each in (journal, *journal.glob("*"))), default=0)
+        if newest < oldest:
+            shutil.rmtree(journal, ignore_errors=True)
+    return str(folder / server_id(context))
 
 
 def in_kubernetes_pod(executor: str | None) -> bool:

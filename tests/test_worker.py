@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,21 @@ def test_secrets_come_from_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         InvalidSpec, match=r"hf_conn_id names the connection 'without', which has no"
     ):
         worker.launch_options(ServerSpec(model="m", gpus=0, hf_conn_id="without"), context_of())
+
+
+def test_journals_of_tasks_that_never_came_back_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AIRFLOW__VLLM__STATE_ROOT", str(tmp_path))
+    old, fresh = tmp_path / "batches" / "old", tmp_path / "batches" / "fresh"
+    for folder in (old, fresh):
+        folder.mkdir(parents=True)
+        (folder / "segment").write_text("answers")
+    long_ago = time.time() - 8 * 86400
+    for path in (old / "segment", old, fresh):
+        os.utime(path, (long_ago, long_ago))
+
+    mine = worker.journal_dir(context_of(FakeTaskInstance()))
+
+    assert mine == str(tmp_path / "batches" / id_of())
+    assert (old.exists(), fresh.exists()) == (False, True)

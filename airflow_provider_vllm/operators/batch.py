@@ -205,7 +205,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         """Beside the output, where the retry on another host finds it; else on this worker."""
         if self.output_path:
             return f"{self.output_path}.journal"
-        return f"{worker.state_root_path()}/batches/{worker.server_id(context)}"
+        return worker.journal_dir(context)
 
 
 def to_path(text: str) -> Any:
