@@ -10,7 +10,7 @@ INTERRUPTS: tuple[Rule, ...] = (
     Rule(
         id="killed_by_scheduler",
         group="dead_process",
-        pattern=r"slurmstepd: error: .*(?:DUE TO TIME LIMIT|CANCELLED AT)|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|PBS: job killed|TERM_RUNLIMIT|KeyboardInterrupt: terminated",
+        pattern=r"slurmstepd: error: .*(?:DUE TO TIME LIMIT|CANCELLED AT)|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|PBS: job killed|TERM_RUNLIMIT|KeyboardInterrupt: terminated|^(?:Hangup|Terminated)$",
         explanation="The batch system or the platform ended the job; vLLM did nothing wrong.",
         first_action="Ask for a longer time limit, or send fewer requests per job.",
         launch=True,

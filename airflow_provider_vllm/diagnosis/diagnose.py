@@ -122,7 +122,7 @@ def _came_to_a_bad_end(case: _Case) -> bool:
     life, suspect = case.life, case.blame.suspect
     if life.fatal is not None:
         return True
-    if case.exit_status not in (None, 0):
+    if case.exit_status not in (None, 0) or silent.was_killed(case.records):
         return True
     if suspect is None:
         return life.serving is None and bool(case.blame.wrappers)

@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
         request=None,
         confidence=0.9,
         examples=(
-            "ImportError: /opt/x/vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda9SetDeviceEab",
+            "ImportError: /srv/x/vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda9SetDeviceEab",
             "AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'",
         ),
         near_misses=(

@@ -31,6 +31,9 @@ _NAMED = re.compile(
     r"|Failed core proc\(s\): \{'(?P<engine>\w+)': (?P<engine_code>-?\d+)"
     r"|Engine core proc (?P<old>\S+) died unexpectedly|(?P<core>engine core exited unexpectedly)"
 )
+# A shell's word for the SIGKILL of its child; vLLM up to 0.10 kills itself after a fatal signal.
+_KILLED = re.compile(r"^(?:\S+: line \d+:\s+\d+ )?Killed(?:\s|$)")
+_KILLS_ITSELF = "Got fatal signal from worker processes"
 _BROADCAST = "No available shared memory broadcast block found"
 
 
@@ -153,6 +156,13 @@ def _stalled(life: Life, kept: Sequence[Record]) -> Diagnosis | None:
     return None
 
 
+def was_killed(kept: Sequence[Record]) -> bool:
+    """Whether a shell says at the end of the log that the server was killed by somebody else."""
+    end = [record.text for record in kept[-20:]]
+    itself = any(_KILLS_ITSELF in record.text for record in kept)
+    return not itself and any(_KILLED.search(text) for text in end)
+
+
 def without_cause(
     life: Life,
     kept: Sequence[Record],
@@ -163,6 +173,7 @@ def without_cause(
     """It died and only wrappers, if anything, say so."""
     process, code = _dead(kept)
     code = code if code is not None else exit_status
+    code = -9 if code is None and was_killed(kept) else code
     signal = _number(code)
     if signal in _SIGNALS:
         cause, what = _SIGNALS[signal]

@@ -281,3 +281,11 @@ def test_a_script_that_came_to_its_end_is_healthy() -> None:
 
 def test_a_stop_that_ends_in_sigkill_is_a_stop() -> None:
     assert diagnose([START, LOADING, READY, OK, SHUTDOWN], exit_status=-9).verdict == "stopped"
+
+
+def test_a_shell_that_says_killed() -> None:
+    found = diagnose(
+        [START, LOADING, "serve.sh: line 46:  7164 Killed                  vllm serve"]
+    )
+    assert (found.verdict, found.cause) == ("failed", "killed_from_outside")
+    assert diagnose([START, LOADING, "Terminated"]).verdict == "interrupted"
