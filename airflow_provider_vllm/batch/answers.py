@@ -16,6 +16,7 @@ import orjson
 from airflow_provider_vllm.batch.api import ITEM_FIELDS, answers_of
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
 from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.exceptions import BatchFailed
 
 HEAD = (
     b'%b %d ok %d %d {"id":"vllm-%b","custom_id":%b,'
@@ -163,3 +164,12 @@ def server_message(reply: Reply) -> str:
 def clean(text: str) -> str:
     """Text that can be written as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def fatal(reply: Reply, message: str) -> BatchFailed:
+    """Why no request can work."""
+    if reply.error:
+        return BatchFailed(
+            f"the server cannot be spoken to: {message}; check its URL, certificate and proxy"
+        )
+    return BatchFailed(f"the server refuses the key: {message}; check the connection's password")

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch import health, results
+from airflow_provider_vllm.batch import health, packing, results
 from airflow_provider_vllm.batch.api import CHAT
 from airflow_provider_vllm.batch.check import Checked
 from airflow_provider_vllm.batch.columns import write_columns
@@ -18,6 +18,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.journal import Earlier, Journal, Meta
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.progress import Progress
+from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.sender import Sender
@@ -74,6 +75,7 @@ class Job:
             self._endpoint,
             total=extent.rows,
             may_pack=may_pack,
+            short=may_pack and self._starts_short(),
             check=checker(spec.output_schema),
         )
         self._began = time.monotonic()
@@ -99,6 +101,16 @@ class Job:
             raise self._failed(error, sender, watch) from error
         finally:
             sender.stop()
+
+    def _starts_short(self) -> bool:
+        """Whether the first row asks for a few tokens only: a guess where the tuning begins."""
+        first = next(
+            RowMaker(self._spec, self._model, pack=True).rows(
+                records(self._spec, self._checked.sources)
+            ),
+            None,
+        )
+        return isinstance(first, Row) and packing.is_short(first)
 
     def _resume(self) -> Earlier | None:
         """What earlier tries answered; says so, and obeys `on_changed_input`."""

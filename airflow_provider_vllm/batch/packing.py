@@ -17,6 +17,7 @@ from airflow_provider_vllm.batch.row import Row
 
 CHAT_BATCH = "/v1/chat/completions/batch"
 PACKABLE = {CHAT: CHAT_BATCH, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS}
+SHORT = 64  # tokens
 # What vLLM's chat batch endpoint knows; it would drop any other field without a word.
 CHAT_FIELDS = frozenset(
     [
@@ -68,6 +69,15 @@ def prepare(row: Row, body: dict[str, Any]) -> None:
         return
     rest = {key: value for key, value in body.items() if key != name}
     row.prompt, row.params = prompt, orjson.dumps(rest)
+
+
+def is_short(row: Row) -> bool:
+    """Whether a row is answered so fast that the HTTP server, and not the engine, is the bottleneck."""
+    if row.params is None:
+        return False
+    params = orjson.loads(row.params)
+    limit = params.get("max_completion_tokens") or params.get("max_tokens")
+    return row.url == EMBEDDINGS or (isinstance(limit, int) and limit <= SHORT)
 
 
 def not_offered(reply: Reply, url: str) -> bool:

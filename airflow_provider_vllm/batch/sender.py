@@ -25,6 +25,7 @@ from airflow_provider_vllm.batch.answers import (
     NotAnAnswer,
     classify,
     error_line,
+    fatal,
     server_message,
 )
 from airflow_provider_vllm.batch.client import Client, Reply
@@ -64,6 +65,7 @@ class Sender(threading.Thread):
         *,
         total: int | None,
         may_pack: bool = False,
+        short: bool = False,
         check: Check | None = None,
     ) -> None:
         super().__init__(name="vllm-batch-sender", daemon=True)
@@ -71,7 +73,8 @@ class Sender(threading.Thread):
         self.commands: deque[Any] = deque()
         self.vitals = Vitals()
         limit = tuning.START if spec.concurrency == "auto" else spec.concurrency
-        self.stats = Stats(limit=limit, pack=spec.pack if may_pack and spec.pack != "auto" else 1)
+        pack = (tuning.PACK if short else 1) if spec.pack == "auto" else spec.pack
+        self.stats = Stats(limit=limit, pack=pack if may_pack else 1)
         self._tuning = tuning.begin(
             tuning.Setting(limit, self.stats.pack),
             tuning.Sample(time.monotonic(), 0),
@@ -260,7 +263,7 @@ class Sender(threading.Thread):
             line = error_line(row, code, message, status=reply.status, body=reply.body)
             self._ledger.failed(row, "rejected", line, message)
         elif kind is Kind.FATAL:
-            self._failure = self._failure or _fatal(reply, message)
+            self._failure = self._failure or fatal(reply, message)
         elif kind is Kind.BUSY:
             self._refused(row, message, reply)
         elif kind is Kind.TIMEOUT:
@@ -395,11 +398,3 @@ class Sender(threading.Thread):
         else:
             self.stats.retries += 1
             self._waiting.put_back(row)
-
-
-def _fatal(reply: Reply, message: str) -> BatchFailed:
-    if reply.error:
-        return BatchFailed(
-            f"the server cannot be spoken to: {message}; check its URL, certificate and proxy"
-        )
-    return BatchFailed(f"the server refuses the key: {message}; check the connection's password")

@@ -142,7 +142,9 @@ def _moved(tuning: Tuning, move: str, sample: Sample) -> Setting | None:
     now = tuning.setting
     if move == "pack":
         fast = tuning.baseline is not None and tuning.baseline >= PACK_FROM
-        return Setting(now.limit, PACK) if fast and now.pack == 1 else None
+        if now.pack == 1:
+            return Setting(now.limit, PACK) if fast else None
+        return Setting(now.limit, 1)
     if move in ("double", "grow"):
         queued = sample.waiting is not None and sample.waiting > now.limit // 10
         limit = min(MOST, now.limit * 2 if move == "double" else now.limit * 5 // 4 + 1)

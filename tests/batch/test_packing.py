@@ -122,3 +122,26 @@ def test_an_unknown_model_does_not_turn_packs_off(
     assert result.manifest.outcomes == {"ok": 52, "rejected": 8}
     assert result.manifest.pack == 8
     assert server.behaviour.largest_pack == 8
+
+
+@pytest.mark.parametrize(
+    ("params", "endpoint", "packed"),
+    [
+        ({"max_tokens": 8}, "chat", True),
+        ({"max_completion_tokens": 8}, "chat", True),
+        ({"max_tokens": 800}, "chat", False),
+        ({}, "chat", False),
+        ({}, "embeddings", True),
+    ],
+)
+def test_short_rows_are_packed_from_the_start(
+    server: ThreadedEndpoint,
+    link: ForeignLink,
+    tmp_path: Path,
+    params: dict[str, Any],
+    endpoint: str,
+    packed: bool,
+) -> None:
+    spec = BatchSpec(prompts=["a", "b", "c"], params=params, endpoint=endpoint)
+    run(spec, link, tmp_path)
+    assert server.behaviour.requests == (1 if packed else 3)

@@ -74,6 +74,12 @@ def test_packs_are_not_tried_where_the_http_server_is_no_bottleneck() -> None:
     assert slow.tuning.now_used.pack == 1
 
 
+def test_packs_from_the_start_are_given_up_where_they_are_slower() -> None:
+    start = begin(Setting(128, 16), Sample(0, 0), may_pack=True, may_grow=True)
+    assert World(peak(128, 500, packed=0.8), start).run(30).tuning.setting.pack == 1
+    assert World(peak(128, 500, packed=1.5), start).run(30).tuning.setting.pack == 16
+
+
 def test_a_queue_on_the_server_stops_growth() -> None:
     queued = world(peak(1024, 700))
     queued.waiting = 100
