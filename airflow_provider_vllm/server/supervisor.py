@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ PORT_ATTEMPTS = 5
 GRACE_S = 5.0
 GRACE_LOADING_S = 1.0
 MEMORY_S = 5.0
+POSTMORTEM = "airflow_provider_vllm.server.postmortem"
 # The tree stays until its evidence is taken, and no longer.
 DIAGNOSIS_S = 15.0
 # Others hold the lock of this start for an instant, to see whether it is held.
@@ -144,6 +146,8 @@ class Supervisor:
 
     async def live(self) -> End:
         """Lead one life of vLLM; with a free choice of port, another one where that was taken."""
+        # Loaded while all is well and there is time: a failure is told the sooner.
+        preloaded = asyncio.create_task(asyncio.to_thread(import_module, POSTMORTEM))
         for attempt in range(1, PORT_ATTEMPTS + 1):
             port = self.spec.port or free_port(self.spec.host)
             self.life = Life(self.order, self.key, self.record, self.terms, port, self.devices)
@@ -156,6 +160,7 @@ class Supervisor:
             await self.life.process.kill_tree()
             await self.life.process.close()
             self.dir.log_file.rename(self.dir.path / f"vllm.port-{port}.log")
+        await asyncio.wait([preloaded])
         return end
 
     # -- the end -----------------------------------------------------------------------------
@@ -219,8 +224,7 @@ class Supervisor:
         if self.life is None:
             return
         try:
-            from airflow_provider_vllm.server.postmortem import examine
-
+            examine = import_module(POSTMORTEM).examine
             found, text = await asyncio.wait_for(
                 asyncio.to_thread(examine, self.dir, self.order, self.record.state), DIAGNOSIS_S
             )
