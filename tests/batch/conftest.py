@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.batch.helpers import ForeignLink
+from tests.batch.helpers import ForeignLink, run
+from tests.batch.matrix import outputs, spec_of
 from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
 
 
@@ -20,3 +21,12 @@ def server() -> Iterator[ThreadedEndpoint]:
 @pytest.fixture
 def link(server: ThreadedEndpoint) -> ForeignLink:
     return ForeignLink(server.base_url)
+
+
+@pytest.fixture(scope="session")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The output files of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("quiet")
+    with ThreadedEndpoint(Behaviour()) as server:
+        run(spec_of(folder), ForeignLink(server.base_url), folder)
+    return outputs(folder)

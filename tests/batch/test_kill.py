@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from airflow_provider_vllm.batch.journal import Journal
-from airflow_provider_vllm.batch.run import BatchResult, check_inputs
+from airflow_provider_vllm.batch.run import BatchResult
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
 from tests.batch.helpers import (
@@ -31,68 +27,18 @@ from tests.batch.helpers import (
     until,
     write_rows,
 )
-from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
+from tests.batch.matrix import (
+    ROWS,
+    arguments,
+    check,
+    finish,
+    ids,
+    journalled,
+    killed_at,
+    spec_of,
+)
+from tests.fakes.endpoint import ThreadedEndpoint
 from tests.fakes.proxy import CuttingProxy
-
-ROWS = 600
-
-
-def rows(count: int = ROWS) -> list[Any]:
-    """Mostly good rows, a refused one and a broken one among them."""
-    made: list[Any] = [batch_row(f"id-{index}", f"prompt {index}") for index in range(count)]
-    made[7] = batch_row("id-7", "[[status 400]] no")
-    made[count // 2] = b"{broken\n"
-    return made
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The output files of an undisturbed run."""
-    folder = tmp_path_factory.mktemp("quiet")
-    with ThreadedEndpoint(Behaviour()) as server:
-        run(spec_of(folder), ForeignLink(server.base_url), folder)
-    return outputs(folder)
-
-
-def arguments(folder: Path, **more: Any) -> dict[str, Any]:
-    source = folder / "in.jsonl"
-    if not source.exists():
-        write_rows(source, rows())
-    given = {"concurrency": 16, "pack": 1, "progress_interval": 0.5, "journal_sync": 0.2, **more}
-    return {"input_path": str(source), "output_path": str(folder / "out.jsonl"), **given}
-
-
-def spec_of(folder: Path, **more: Any) -> BatchSpec:
-    return BatchSpec(**arguments(folder, **more))
-
-
-def outputs(folder: Path) -> dict[str, bytes]:
-    """Results and errors; the errors without the folder that they name."""
-    errors = (folder / "out.errors.jsonl").read_bytes().replace(str(folder).encode(), b"FOLDER")
-    return {"results": (folder / "out.jsonl").read_bytes(), "errors": errors}
-
-
-def check(folder: Path, quiet: dict[str, bytes]) -> None:
-    manifest = json.loads((folder / "out.jsonl.manifest.json").read_text())
-    assert manifest["outcomes"] == {"invalid_input": 1, "ok": ROWS - 2, "rejected": 1}
-    assert manifest["rows"] == sum(manifest["outcomes"].values()) == ROWS
-    assert outputs(folder) == quiet
-    assert not list(folder.glob("*.part")) + list(folder.glob(".*.part"))
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
-
-
-@contextmanager
-def killed_at(process: subprocess.Popen[str], sign: int = signal.SIGKILL) -> Iterator[None]:
-    """The block waits for the moment; the process gets the signal at its end."""
-    try:
-        yield
-    finally:
-        process.send_signal(sign)
-
 
 # The task.
 
@@ -195,14 +141,6 @@ def test_sigkill_of_the_server(tmp_path: Path, quiet: dict[str, bytes], pack: in
         check(tmp_path, quiet)
     else:
         assert [row["custom_id"] for row in read_rows(tmp_path / "out.jsonl")] == ids(quiet)
-
-
-def ids(quiet: dict[str, bytes]) -> list[str]:
-    return [json.loads(line)["custom_id"] for line in quiet["results"].splitlines()]
-
-
-def journalled(folder: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in (folder / "journal").glob("rows-*.log"))
 
 
 def test_an_engine_that_dies_behind_a_living_api_server(
@@ -334,52 +272,6 @@ def test_network_cut(
     check(tmp_path, quiet)
 
 
-# The disk.
-
-
-def test_disk_full_while_the_journal_is_written(
-    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
-) -> None:
-    """A file may not grow beyond 100 kB, so a write stops in the middle of a record."""
-    child = start_child(
-        tmp_path / "journal", server.base_url, arguments(tmp_path), limit_bytes=100_001
-    )
-    status, out, err = finish(child)
-    assert status == 3, err
-    assert "cannot be written: File too large" in out
-    (segment,) = (tmp_path / "journal").glob("rows-*.log")
-    data = segment.read_bytes()
-    assert len(data) == 100_001
-    assert not data.endswith(b"\n"), "the last record is torn"
-    result = run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
-    assert result.manifest.reused == data.count(b" ok ") - (b" ok " in data[data.rindex(b"\n") :])
-    check(tmp_path, quiet)
-
-
-def test_disk_full_while_the_results_are_written(
-    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
-) -> None:
-    """The journal has two segments, each under the limit; the results file would be above it."""
-    size = len(quiet["results"])
-    process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
-    with killed_at(process):
-        until(lambda: journalled(tmp_path) >= ROWS // 2)
-    finish(process)
-    asked = server.behaviour.prompts.total()
-    status, out, err = finish(
-        start_child(
-            tmp_path / "journal", server.base_url, arguments(tmp_path), limit_bytes=size * 9 // 10
-        )
-    )
-    assert status == 3, out + err
-    assert "every answer is kept" in out
-    assert not (tmp_path / "out.jsonl").exists()
-    assert not list(tmp_path.glob(".*.part"))
-    run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
-    check(tmp_path, quiet)
-    assert server.behaviour.prompts.total() - asked <= ROWS // 2 + 17 + 1
-
-
 def one_try(spec: BatchSpec, folder: Path) -> BatchResult | None:
     """None where two restarts were not enough."""
     link = OwnLink(restarts=2, latency=0.02)
@@ -411,40 +303,3 @@ def test_deadly_rows_are_remembered_by_the_next_try(tmp_path: Path) -> None:
         "killer-1",
         "killer-2",
     ]
-
-
-def test_an_input_that_cannot_be_read_on(
-    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
-) -> None:
-    """A network file system that goes away in the middle; what is answered is kept."""
-
-    class Flaky(type(tmp_path)):  # type: ignore[misc]
-        def open(self, *args: Any, **kwargs: Any) -> Any:
-            file = super().open(*args, **kwargs)
-            return Breaking(file) if server.behaviour.prompts or broken else file
-
-    class Breaking:
-        def __init__(self, file: Any) -> None:
-            self._file, self._lines = file, 0
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self._file.close()
-
-        def readline(self, size: int) -> bytes:
-            self._lines += 1
-            if self._lines > 400:
-                raise OSError("Stale file handle")
-            data: bytes = self._file.readline(size)
-            return data
-
-    broken: list[bool] = []
-    arguments(tmp_path)
-    checked = check_inputs(spec_of(tmp_path), to_path=Flaky)
-    broken.append(True)
-    with pytest.raises(BatchFailed, match=r"cannot be read on: Stale file handle.*are kept"):
-        run(spec_of(tmp_path), link, tmp_path, checked=checked)
-    broken.clear()
-    assert run(spec_of(tmp_path), link, tmp_path).manifest.reused > 0

@@ -1,0 +1,107 @@
+"""Full disks and inputs that go away: no row is lost or doubled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm.batch.run import check_inputs
+from airflow_provider_vllm.exceptions import BatchFailed
+from tests.batch.helpers import (
+    ForeignLink,
+    run,
+    start_child,
+    until,
+)
+from tests.batch.matrix import (
+    ROWS,
+    arguments,
+    check,
+    finish,
+    journalled,
+    killed_at,
+    spec_of,
+)
+from tests.fakes.endpoint import ThreadedEndpoint
+
+
+def test_disk_full_while_the_journal_is_written(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    """A file may not grow beyond 100 kB, so a write stops in the middle of a record."""
+    child = start_child(
+        tmp_path / "journal", server.base_url, arguments(tmp_path), limit_bytes=100_001
+    )
+    status, out, err = finish(child)
+    assert status == 3, err
+    assert "cannot be written: File too large" in out
+    (segment,) = (tmp_path / "journal").glob("rows-*.log")
+    data = segment.read_bytes()
+    assert len(data) == 100_001
+    assert not data.endswith(b"\n"), "the last record is torn"
+    result = run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
+    assert result.manifest.reused == data.count(b" ok ") - (b" ok " in data[data.rindex(b"\n") :])
+    check(tmp_path, quiet)
+
+
+def test_disk_full_while_the_results_are_written(
+    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes]
+) -> None:
+    """The journal has two segments, each under the limit; the results file would be above it."""
+    size = len(quiet["results"])
+    process = start_child(tmp_path / "journal", server.base_url, arguments(tmp_path))
+    with killed_at(process):
+        until(lambda: journalled(tmp_path) >= ROWS // 2)
+    finish(process)
+    asked = server.behaviour.prompts.total()
+    status, out, err = finish(
+        start_child(
+            tmp_path / "journal", server.base_url, arguments(tmp_path), limit_bytes=size * 9 // 10
+        )
+    )
+    assert status == 3, out + err
+    assert "every answer is kept" in out
+    assert not (tmp_path / "out.jsonl").exists()
+    assert not list(tmp_path.glob(".*.part"))
+    run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
+    check(tmp_path, quiet)
+    assert server.behaviour.prompts.total() - asked <= ROWS // 2 + 17 + 1
+
+
+def test_an_input_that_cannot_be_read_on(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """A network file system that goes away in the middle; what is answered is kept."""
+
+    class Flaky(type(tmp_path)):  # type: ignore[misc]
+        def open(self, *args: Any, **kwargs: Any) -> Any:
+            file = super().open(*args, **kwargs)
+            return Breaking(file) if server.behaviour.prompts or broken else file
+
+    class Breaking:
+        def __init__(self, file: Any) -> None:
+            self._file, self._lines = file, 0
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def readline(self, size: int) -> bytes:
+            self._lines += 1
+            if self._lines > 400:
+                raise OSError("Stale file handle")
+            data: bytes = self._file.readline(size)
+            return data
+
+    broken: list[bool] = []
+    arguments(tmp_path)
+    checked = check_inputs(spec_of(tmp_path), to_path=Flaky)
+    broken.append(True)
+    with pytest.raises(BatchFailed, match=r"cannot be read on: Stale file handle.*are kept"):
+        run(spec_of(tmp_path), link, tmp_path, checked=checked)
+    broken.clear()
+    assert run(spec_of(tmp_path), link, tmp_path).manifest.reused > 0
