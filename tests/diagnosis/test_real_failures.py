@@ -19,7 +19,10 @@ import pytest
 from airflow_provider_vllm.exceptions import StartFailed
 from airflow_provider_vllm.server.processes import every_process
 from airflow_provider_vllm.server.state import StateRoot
+from airflow_provider_vllm.spec import ServerSpec
 from tests.airflow_unit import FakeTaskInstance, context_of
+
+from airflow_provider_vllm import worker  # isort: skip - after Airflow has a home
 
 pytestmark = pytest.mark.vllm
 
@@ -173,3 +176,30 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_the_remedy_is_applied_once_and_both_launches_are_logged(
+    root: StateRoot, tiny_model: Path
+) -> None:
+    from airflow_provider_vllm.server.launch import LaunchOptions
+    from airflow_provider_vllm.server.start import start
+
+    limit = json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
+    # In a spelling of its own: the remedy has to replace it all the same.
+    args = {name: value for name, value in TINY.items() if name != "max_model_len"}
+    spec = ServerSpec(
+        model=str(tiny_model),
+        engine_args={**args, "max-model-len": 1_000_000},
+        env=ENV,
+        gpus=0,
+        preflight="off",
+        startup_timeout=START_S,
+    )
+    lines: list[str] = []
+    options = LaunchOptions(python=worker.default_python())
+    running = start(spec, "remedied", root, options, report=lines.append, apply_remedy=True)
+    running.stop("test")
+    first, second = root.generations("remedied")
+    assert f"--max-model-len={limit}" in second.supervisor_log.read_text()
+    assert "--max-model-len=1000000" in first.supervisor_log.read_text()
+    assert any(str(limit) in line and "1000000" in line for line in lines)
