@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidSpec
-from airflow_provider_vllm.spec import OWNED_ARGS, ServerSpec, is_loopback
+from airflow_provider_vllm.fields import OWNED_ARGS
+from airflow_provider_vllm.spec import ServerSpec, is_loopback
 
 
 def argv(**engine_args: Any) -> list[str]:
