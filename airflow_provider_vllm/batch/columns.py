@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -72,11 +72,19 @@ def ends(journal: Journal, rows: int) -> Iterator[End]:
 
 
 def write_columns(
-    spec: BatchSpec, sources: tuple[Source, ...], journal: Journal, rows: int, to_path: ToPath
+    spec: BatchSpec,
+    sources: tuple[Source, ...],
+    journal: Journal,
+    rows: int,
+    to_path: ToPath,
+    before: Callable[[], None],
 ) -> None:
-    """The output file. Raises BatchFailed where the input has changed since it was read first."""
+    """The output file; `before` as in `results.replacing`.
+
+    Raises BatchFailed where the input has changed since it was read first.
+    """
     assert spec.output_path is not None
-    with results.replacing(spec.output_path, to_path) as file:
+    with results.replacing(spec.output_path, to_path, before) as file:
         answers = ends(journal, rows)
         if spec.suffix == ".parquet":
             written = _write_parquet(spec, sources, answers, file)

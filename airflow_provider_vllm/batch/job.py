@@ -98,7 +98,7 @@ class Job:
                 self._changed = len(earlier.answers) - sender.stats.reused
             return self._finish(sender, watch)
         except BatchFailed as error:
-            raise self._failed(error, sender, watch) from error
+            raise self._failed(error, sender, watch) from (error.__cause__ or error)
         finally:
             sender.stop()
 
@@ -131,7 +131,7 @@ class Job:
             what = " and ".join(changes)
             if changes and spec.on_changed_input == "fail":
                 raise BatchFailed(
-                    f"{what} changed since an earlier try, whose {len(answered)} answers are in {journal.folder}; "
+                    f"{what} changed since an earlier try, whose {len(answered)} answers are in {journal.name}; "
                     'put it back, or set on_changed_input="rerun"'
                 )
             if changes:
@@ -170,25 +170,31 @@ class Job:
         if reason is not None:
             self._errors_at = errors_at
             raise BatchFailed(reason)
-        answers, errors = self._write(stats.done)
-        if not stats.errors:
-            results.remove_stale(results.errors_path(spec), self._to_path)
         manifest = self._manifest(sender, watch, errors_at)
-        self._write_manifest(manifest)
+        answers, errors = self._write(stats.done, manifest)
         self._log.info("Done: %s", manifest.summary())
         if stats.errors:
             where = f"see {errors_at}" if errors_at else "; ".join(stats.samples)
             self._log.warning("%d of %d rows failed: %s", stats.errors, stats.done, where)
         return BatchResult(manifest, answers, errors)
 
-    def _write(self, rows: int) -> tuple[list[Any] | None, list[dict[str, Any]] | None]:
-        spec = self._spec
+    def _write(
+        self, rows: int, manifest: Manifest
+    ) -> tuple[list[Any] | None, list[dict[str, Any]] | None]:
+        """The results, last of all, so that where they are, everything is."""
+        spec, journal, to_path = self._spec, self._journal, self._to_path
         if spec.output_path is None:
-            return results.read_answers(self._journal, rows)
+            return results.read_answers(journal, rows)
+
+        def before() -> None:
+            if not manifest.errors:
+                results.remove_stale(results.errors_path(spec), to_path)
+            self._write_manifest(manifest)
+
         if spec.form == "columns":
-            write_columns(spec, self._checked.sources, self._journal, rows, self._to_path)
+            write_columns(spec, self._checked.sources, journal, rows, to_path, before)
         else:
-            results.write_lines(spec, self._journal, rows, self._to_path)
+            results.write_lines(spec, journal, rows, to_path, before)
         return None, None
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -240,8 +246,6 @@ class Job:
         if errors_at:
             parts.append(f"all errors: {errors_at}")
         parts.append(
-            f"{manifest.ok} answers are kept in {self._journal.folder}: a retry sends only the others"
+            f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"
         )
-        failed = BatchFailed("; ".join(parts), manifest=manifest.to_json())
-        failed.__cause__ = error.__cause__
-        return failed
+        return BatchFailed("; ".join(parts), manifest=manifest.to_json())

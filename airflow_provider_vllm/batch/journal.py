@@ -72,6 +72,11 @@ class Journal:
         self._broken = False
         self._segments: list[Path] = []
 
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        return str(self.folder)
+
     def open(self, rows: int = 0) -> None:
         """Lock the folder and start a segment; `rows` is a guess that saves growing.
 
@@ -173,7 +178,7 @@ class Journal:
         if not self._buffer:
             return
         if self._broken:
-            raise BatchFailed(f"the journal {self.folder} is broken by an earlier failed write")
+            raise BatchFailed(f"the journal {self.name} is broken by an earlier failed write")
         data = b"".join(self._buffer)
         self._buffer.clear()
         try:
@@ -216,7 +221,7 @@ class Journal:
 
     def _failed(self, error: OSError) -> BatchFailed:
         return BatchFailed(
-            f"the journal {self.folder} cannot be written: {error.strerror or error}; the rows "
+            f"the journal {self.name} cannot be written: {error.strerror or error}; the rows "
             "answered so far are kept there; make room, or give the user write permission, and retry"
         )
 

@@ -15,8 +15,8 @@ VERSION = 1
 class Manifest:
     """How a batch ended.
 
-    Seconds, speeds and tokens are of this try; `reused` rows were answered by earlier ones. Speeds are over
-    `sending_seconds`; `seconds` has the writing of the results too.
+    Seconds, speeds and tokens are of this try, up to the writing of the results; `reused` rows were
+    answered by earlier ones. Speeds are over `sending_seconds`.
     """
 
     rows: int

@@ -29,14 +29,18 @@ class RemoteJournal(Journal):
         super().__init__(Path(str(remote)))
         self._remote = remote
         self._sent = self._part = 0
-        self._name = ""
+        self._segment = ""
+
+    @property
+    def name(self) -> str:
+        return str(self._remote)
 
     def open(self, rows: int = 0) -> None:
         """Fetch what earlier tries on any host left, then start a segment."""
         self.folder = Path(tempfile.mkdtemp(prefix="vllm-journal-"))
         before = self._fetch()
         super().open(rows)
-        self._name = self._segments[-1].name
+        self._segment = self._segments[-1].name
         if before:
             log.info("Fetched %d journal segments from %s", before, self._remote)
 
@@ -79,12 +83,12 @@ class RemoteJournal(Journal):
             log.warning("A journal part could not be sent, trying again later: %s", error)
 
     def _send(self) -> None:
-        path = self.folder / self._name
+        path = self.folder / self._segment
         with path.open("rb") as file:
             file.seek(self._sent)
             data = file.read()
         if data:
-            self._put(f"{self._name}.{self._part:06d}.part", data)
+            self._put(f"{self._segment}.{self._part:06d}.part", data)
             self._sent += len(data)
             self._part += 1
 

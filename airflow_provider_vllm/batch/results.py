@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,17 @@ def records(journal: Journal, rows: int) -> Iterator[Record]:
 def _position(journal: Journal, row: int) -> tuple[int, bool]:
     found = journal.position(row)
     if found is None:
-        raise BatchFailed(f"row {row + 1} has no record in {journal.folder}; nothing was written")
+        raise BatchFailed(f"row {row + 1} has no record in {journal.name}; nothing was written")
     return found
 
 
 @contextmanager
-def replacing(text: str, to_path: ToPath) -> Iterator[Any]:
+def replacing(
+    text: str, to_path: ToPath, before: Callable[[], None] = lambda: None
+) -> Iterator[Any]:
     """A binary file that becomes `text` when the block ends well, and leaves no trace when it does not.
+
+    `before` is called when all is written, just before the file gets its place.
 
     A local one is written beside its place and renamed; a remote one is made in a local temporary file and
     uploaded whole, since an object appears when it is closed.
@@ -88,6 +92,7 @@ def replacing(text: str, to_path: ToPath) -> Iterator[Any]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        before()
         if local:
             part.replace(path)
         else:
@@ -144,11 +149,13 @@ def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) 
     return text
 
 
-def write_lines(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -> None:
+def write_lines(
+    spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath, before: Callable[[], None]
+) -> None:
     """OpenAI batch results of the good rows in input order."""
     assert spec.output_path is not None
     with (
-        replacing(spec.output_path, to_path) as file,
+        replacing(spec.output_path, to_path, before) as file,
         compressed(file, spec.output_path.endswith(".gz")) as out,
     ):
         write = out.write

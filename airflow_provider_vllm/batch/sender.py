@@ -388,10 +388,8 @@ class Sender(threading.Thread):
         row.deaths += 1
         self._ledger.lost(row)
         if row is self._waiting.alone:
-            text = (
-                f"the server was lost {row.deaths % PROVEN or 1} times with this row in flight, "
-                f"the last time with it alone: {reason}"
-            )
+            times = row.deaths % PROVEN or 1
+            text = f"the server was lost {times} times with this row in flight, at last alone: {reason}"
             self._ledger.failed(row, "suspect", error_line(row, "suspect", text), text)
         elif row.deaths >= SUSPECT_DEATHS:
             self._waiting.suspect(row)

@@ -244,7 +244,7 @@ def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
     (error,) = read_rows(tmp_path / "out.errors.jsonl")
     assert error["custom_id"] == "killer"
     assert error["error"]["code"] == "suspect"
-    assert "with it alone" in error["error"]["message"]
+    assert "at last alone" in error["error"]["message"]
     # Two losses with others in flight, the third with the suspect alone.
     assert result.manifest.server_losses == 3
 
