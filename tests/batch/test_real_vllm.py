@@ -1,0 +1,182 @@
+"""The kill matrix on real vLLM: by id and outcome, since texts depend on what was batched together.
+
+One cell in the default run, `full` the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.health import is_healthy, look
+from airflow_provider_vllm.batch.run import run_batch
+from airflow_provider_vllm.batch.spec import BatchSpec
+from tests.batch.helpers import LOG, ForeignLink, batch_row, read_rows, until, write_rows
+from tests.batch.matrix import journalled
+
+pytestmark = pytest.mark.vllm
+ROWS = 400
+FLAGS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512"]
+
+
+class RealLink(ForeignLink):
+    """A vLLM of ours on the CPU, started again when it is lost."""
+
+    def __init__(self, python: Path, model: Path, log: Path) -> None:
+        self._python, self._model, self._log = python, model, log
+        super().__init__(self._start(), model="m")
+
+    def _start(self) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+        more = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *FLAGS]
+        command += ["--model", str(self._model), "--served-model-name", "m"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env={**kept, **more}, stdout=log, stderr=log, start_new_session=True
+            )
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: self.process.poll() is not None or not is_healthy(Endpoint(url, "m")), 180)
+        assert self.process.poll() is None, self._log.read_text()[-2000:]
+        return url
+
+    def processes(self, name: str) -> list[int]:
+        """The pids in the server's session whose name has this in it."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                stat = (entry / "stat").read_text()
+                session = int(stat.rpartition(")")[2].split()[3])
+            except (OSError, IndexError, ValueError):
+                continue
+            if session == self.process.pid and name in stat[stat.index("(") : stat.rindex(")")]:
+                found.append(int(entry.name))
+        return found
+
+    def end(self) -> None:
+        """Clean where it can be, so that no shared memory is left."""
+        for pid in self.processes(""):
+            os.kill(pid, signal.SIGCONT)
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        mapped = {path for pid in self.processes("") for path in shared_memory(pid)}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        until(lambda: not self.processes(""))
+        for path in mapped:
+            path.unlink(missing_ok=True)
+
+    def recover(self, reason: str) -> Endpoint:
+        self.losses.append(reason)
+        self.end()
+        self.endpoint = Endpoint(self._start(), "m", owned=True)
+        return self.endpoint
+
+
+def shared_memory(pid: int) -> set[Path]:
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return {Path(line.split()[-1]) for line in text.splitlines() if "/dev/shm/" in line}
+
+
+@pytest.fixture
+def real(vllm_python: Path, tiny_model: Path, tmp_path: Path) -> Iterator[RealLink]:
+    link = RealLink(vllm_python, tiny_model, tmp_path / "vllm.log")
+    yield link
+    link.end()
+
+
+def spec(folder: Path) -> BatchSpec:
+    rows = [batch_row(f"id-{i}", f"Say {i}.", model="m", max_tokens=16) for i in range(ROWS)]
+    rows[5] = batch_row("id-5", "word " * 2000, model="m", max_tokens=16)
+    rows[6] = batch_row("id-6", "x", model="nobody")
+    return BatchSpec(
+        input_path=str(write_rows(folder / "in.jsonl", rows)),
+        output_path=str(folder / "out.jsonl"),
+        concurrency=32,
+        stall_timeout=4,
+        probe_timeout=5,
+    )
+
+
+def check(folder: Path) -> None:
+    ids = [f"id-{index}" for index in range(ROWS)]
+    good = [row["custom_id"] for row in read_rows(folder / "out.jsonl")]
+    bad = read_rows(folder / "out.errors.jsonl")
+    assert good == ids[:5] + ids[7:]
+    assert [(row["custom_id"], row["response"]["status_code"]) for row in bad] == [
+        ("id-5", 400),
+        ("id-6", 404),
+    ]
+
+
+def kill_api_server(link: RealLink) -> None:
+    link.process.kill()
+
+
+def kill_engine(link: RealLink) -> None:
+    os.kill(link.processes("EngineCore")[0], signal.SIGKILL)
+
+
+def kill_worker(link: RealLink) -> None:
+    os.kill(link.processes("Worker")[0], signal.SIGKILL)
+
+
+def freeze_engine(link: RealLink) -> None:
+    os.kill(link.processes("EngineCore")[0], signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        kill_engine,
+        pytest.param(kill_api_server, marks=pytest.mark.full),
+        pytest.param(kill_worker, marks=pytest.mark.full),
+        pytest.param(freeze_engine, marks=pytest.mark.full),
+    ],
+)
+def test_nothing_is_lost(real: RealLink, tmp_path: Path, disturb: object) -> None:
+    def later() -> None:
+        until(lambda: journalled(tmp_path) >= 100, 60)
+        assert callable(disturb)
+        disturb(real)
+
+    killer = threading.Thread(target=later)
+    killer.start()
+    result = run_batch(spec(tmp_path), real, journal_dir=str(tmp_path / "journal"), log=LOG)
+    killer.join()
+    assert len(real.losses) == 1, real.losses
+    assert result.manifest.outcomes == {"ok": ROWS - 2, "rejected": 2}
+    check(tmp_path)
+
+
+@pytest.mark.full
+def test_counters_and_answers_of_a_quiet_run(real: RealLink, tmp_path: Path) -> None:
+    before = look(real.endpoint)
+    began = time.monotonic()
+    result = run_batch(spec(tmp_path), real, journal_dir=str(tmp_path / "journal"), log=LOG)
+    check(tmp_path)
+    after = look(real.endpoint)
+    assert before.moved is not None
+    assert after.moved is not None
+    assert after.moved > before.moved
+    assert (after.running, after.waiting) == (0, 0)
+    assert result.manifest.completion_tokens > ROWS
+    assert time.monotonic() - began < 60
