@@ -118,10 +118,10 @@ def kill(process: ProcessId | None) -> float:
 
 
 def engine_of(server: Server) -> ProcessId:
-    """The engine: real vLLM names it so, the fake on its command line."""
+    """The engine: real vLLM names it so (15 characters), the fake on its command line."""
     assert server.state.guard
     for stat in descendants(server.state.guard.pid):
-        if "EngineCore" in stat.name or _command(stat.pid).endswith("engine"):
+        if "EngineCor" in stat.name or _command(stat.pid).endswith("engine"):
             return stat.identity
     raise LookupError("no engine below the guard")
 

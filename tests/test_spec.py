@@ -221,7 +221,8 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_options() -> None:
 
 def test_defaults_that_are_derived() -> None:
     assert ServerSpec("org/name/").served_model_name == "name"
-    assert ServerSpec("m", command="serve --port {port}").command == ("serve", "--port", "{port}")
+    line = {"model": "m", "command": "serve --port {port}"}
+    assert ServerSpec.of(line).command == ("serve", "--port", "{port}")
     assert ServerSpec("m", lora_modules={}).lora_modules is None
 
 

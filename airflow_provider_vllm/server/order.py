@@ -6,6 +6,7 @@ The file is 0600 in a 0700 directory, since `spec.env` may hold what the worker 
 from __future__ import annotations
 
 import errno
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -130,3 +131,13 @@ def url_of(host: str, port: int) -> str:
 
 def new_key() -> str:
     return secrets.token_urlsafe(32)
+
+
+def check_key(key: str) -> str:
+    """The key itself when an HTTP header can carry it. Raises InvalidSpec, without showing it."""
+    if not re.fullmatch(r"[!-~]+", key):
+        raise InvalidSpec(
+            "ServerSpec.auth_conn_id: the password of that connection is empty or has a blank, a line break or a "
+            "character beyond ASCII, which no HTTP header carries. Use letters, digits and punctuation."
+        )
+    return key

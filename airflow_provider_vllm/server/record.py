@@ -45,7 +45,13 @@ class Record:
     @property
     def directory_is_gone(self) -> bool:
         """Whether somebody removed the directory: then nobody can find or stop this server any more."""
-        return not self.dir.path.is_dir()
+        try:
+            self.dir.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # a disk that fails for a moment has not lost it
+        return False
 
     def _to_file(self) -> None:
         try:

@@ -47,7 +47,9 @@ class Servers:
     reports: list[str] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, server_id: str = "s", **options: Any) -> Running:
-        return start(spec, server_id, self.root, LaunchOptions(**options), report=self.reports.append)
+        return start(
+            spec, server_id, self.root, LaunchOptions(**options), report=self.reports.append
+        )
 
     def launch(self, spec: ServerSpec, server_id: str = "s", **options: Any) -> ServerHandle:
         return launch(spec, server_id, self.root, LaunchOptions(**options))

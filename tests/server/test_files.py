@@ -29,7 +29,7 @@ def test_a_reader_never_sees_half_of_it(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     with subprocess.Popen([sys.executable, "-c", WRITER, path]) as writer:
         try:
-            seen = set()
+            seen: set[int] = set()
             deadline = time.monotonic() + 10
             while len(seen) < 20:
                 assert time.monotonic() < deadline

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +63,11 @@ class Guarded:
                 setattr(self, name, -1)
 
 
+Start = Callable[..., Guarded]
+
+
 @pytest.fixture
-def guard(tmp_path: Path) -> Iterator:
+def guard(tmp_path: Path) -> Iterator[Start]:
     started: list[Guarded] = []
 
     def start(*command: str, silence: float = 30.0) -> Guarded:
@@ -97,7 +100,7 @@ def grown(one: Guarded) -> list[ProcessId]:
     return one.tree()
 
 
-def test_the_end_of_the_supervisor_is_the_end_of_the_tree(guard) -> None:
+def test_the_end_of_the_supervisor_is_the_end_of_the_tree(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE)
     tree = grown(one)
     one.close()
@@ -105,7 +108,7 @@ def test_the_end_of_the_supervisor_is_the_end_of_the_tree(guard) -> None:
     assert not [process for process in tree if process.alive]
 
 
-def test_so_is_its_silence(guard) -> None:
+def test_so_is_its_silence(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE, silence=1.5)
     tree = grown(one)
     for _ in range(4):
@@ -116,7 +119,7 @@ def test_so_is_its_silence(guard) -> None:
     assert not [process for process in tree if process.alive]
 
 
-def test_a_pause_of_the_whole_machine_is_no_silence(guard) -> None:
+def test_a_pause_of_the_whole_machine_is_no_silence(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE, silence=4)
     tree = grown(one)
     one.say(b"b")
@@ -132,7 +135,7 @@ def test_a_pause_of_the_whole_machine_is_no_silence(guard) -> None:
     assert len([process for process in tree if process.alive]) == 3
 
 
-def test_term_ends_the_tree_and_other_signals_do_nothing(guard) -> None:
+def test_term_ends_the_tree_and_other_signals_do_nothing(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE)
     tree = grown(one)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
@@ -152,7 +155,7 @@ def test_term_ends_the_tree_and_other_signals_do_nothing(guard) -> None:
         ("import os; os.kill(os.getpid(), 9)", -9),
     ],
 )
-def test_it_says_how_the_command_ended(guard, code: str, status: int) -> None:
+def test_it_says_how_the_command_ended(guard: Start, code: str, status: int) -> None:
     one = guard(sys.executable, "-c", code)
     assert one.line().startswith("started ")
     assert one.line() == f"exit {status}"
@@ -160,14 +163,14 @@ def test_it_says_how_the_command_ended(guard, code: str, status: int) -> None:
     assert one.line() == "beat"
 
 
-def test_a_command_that_is_no_program_ends_with_127_and_its_reason(guard) -> None:
+def test_a_command_that_is_no_program_ends_with_127_and_its_reason(guard: Start) -> None:
     one = guard("/no/such/program")
     one.line()
     assert one.line() == "exit 127"
     assert "guard: cannot start /no/such/program" in one.log.read_text()
 
 
-def test_an_orphan_stays_below_it_and_is_killed_when_asked(guard) -> None:
+def test_an_orphan_stays_below_it_and_is_killed_when_asked(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE)
     main = int(one.line().split()[1])
     tree = grown(one)
@@ -180,7 +183,7 @@ def test_an_orphan_stays_below_it_and_is_killed_when_asked(guard) -> None:
     assert one.process.poll() is None
 
 
-def test_the_tree_holds_the_locks_and_none_of_the_pipes(guard) -> None:
+def test_the_tree_holds_the_locks_and_none_of_the_pipes(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE)
     main = int(one.line().split()[1])
     grown(one)
@@ -189,7 +192,7 @@ def test_the_tree_holds_the_locks_and_none_of_the_pipes(guard) -> None:
     assert os.getsid(main) == main
 
 
-def test_a_supervisor_that_reads_no_more_is_no_reason_to_fail(guard) -> None:
+def test_a_supervisor_that_reads_no_more_is_no_reason_to_fail(guard: Start) -> None:
     one = guard(sys.executable, "-c", TREE)
     grown(one)
     os.close(one.status)
@@ -200,7 +203,7 @@ def test_a_supervisor_that_reads_no_more_is_no_reason_to_fail(guard) -> None:
     assert one.process.poll() is None
 
 
-def test_beats_that_pile_up_while_nobody_reads_the_echo(guard) -> None:
+def test_beats_that_pile_up_while_nobody_reads_the_echo(guard: Start) -> None:
     """More echoes than a pipe holds: none of them may block the guard."""
     one = guard(sys.executable, "-c", TREE)
     tree = grown(one)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,7 +94,7 @@ def test_a_frozen_guard_is_woken(servers: Servers) -> None:
     guard_of(running).signal(signal.SIGSTOP)
 
     def runs() -> bool:
-        text = open(f"/proc/{guard_of(running).pid}/stat").read()
+        text = Path(f"/proc/{guard_of(running).pid}/stat").read_text()
         return text.rpartition(")")[2].split()[0] != "T"
 
     wait_for(lambda: not runs())
@@ -150,9 +152,12 @@ def test_a_released_server_outlives_its_owner(servers: Servers) -> None:
         wait_for(lambda: ended(servers), timeout=2)
 
 
-@pytest.mark.parametrize(("limit", "reason"), [("idle_timeout", "idle"), ("max_lifetime", "max_lifetime")])
+@pytest.mark.parametrize(
+    ("limit", "reason"), [("idle_timeout", "idle"), ("max_lifetime", "max_lifetime")]
+)
 def test_a_lease_ends_the_server(servers: Servers, limit: str, reason: str) -> None:
-    servers.start(fake_spec(**{limit: 2}))
+    limits: dict[str, Any] = {limit: 2}
+    servers.start(fake_spec(**limits))
     wait_for(lambda: ended(servers))
     assert (servers.state().state, servers.state().reason) == (state.STOPPED, reason)
     assert servers.tree() == []

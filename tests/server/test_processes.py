@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,17 +31,19 @@ from tests.server.conftest import wait_for
 SLEEP = "import time; time.sleep(60)"
 
 
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
 @pytest.fixture
-def start() -> Iterator[type[subprocess.Popen]]:
+def start() -> Iterator[Start]:
     """Starts processes that are ended after the test."""
-    started: list[subprocess.Popen] = []
+    started: list[subprocess.Popen[bytes]] = []
 
-    class Started(subprocess.Popen):
-        def __init__(self, code: str = SLEEP, *args: object, **kwargs: object) -> None:
-            super().__init__([sys.executable, "-c", code, *map(str, args)], **kwargs)  # type: ignore[call-overload]
-            started.append(self)
+    def run(code: str = SLEEP, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", code], **options))
+        return started[-1]
 
-    yield Started
+    yield run
     for process in started:
         process.kill()
         process.wait()
@@ -52,7 +55,7 @@ def identity(process: subprocess.Popen) -> ProcessId:
     return found
 
 
-def test_a_process_is_its_pid_and_its_start(start: type[subprocess.Popen]) -> None:
+def test_a_process_is_its_pid_and_its_start(start: Start) -> None:
     mine = identity(start())
     assert mine.alive
     assert ProcessId.from_json(mine.to_json()) == mine
@@ -68,7 +71,7 @@ def test_what_is_no_identity(value: object) -> None:
     assert ProcessId.from_json(value) is None
 
 
-def test_a_zombie_is_dead(start: type[subprocess.Popen]) -> None:
+def test_a_zombie_is_dead(start: Start) -> None:
     process = start("pass")
     found = identity(process)
     wait_for(lambda: (stat := read_stat(process.pid)) and stat.state == "Z")
@@ -77,7 +80,7 @@ def test_a_zombie_is_dead(start: type[subprocess.Popen]) -> None:
     assert process.pid not in [stat.pid for stat in descendants(os.getpid())]
 
 
-def test_a_stopped_process_is_alive_and_can_be_killed(start: type[subprocess.Popen]) -> None:
+def test_a_stopped_process_is_alive_and_can_be_killed(start: Start) -> None:
     process = start()
     found = identity(process)
     found.signal(signal.SIGSTOP)
@@ -97,7 +100,7 @@ def test_a_process_that_is_gone() -> None:
     assert not found.signal(signal.SIGTERM)
 
 
-def test_a_name_with_parentheses_and_spaces(start: type[subprocess.Popen]) -> None:
+def test_a_name_with_parentheses_and_spaces(start: Start) -> None:
     code = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) R (b 1', 0, 0, 0); time.sleep(60)"
     process = start(code)
     wait_for(lambda: (stat := read_stat(process.pid)) and stat.name == "a) R (b 1")
@@ -111,9 +114,7 @@ def test_a_circle_in_a_table_ends() -> None:
     assert {stat.pid for stat in descendants(2, table)} == {2, 3, 4}
 
 
-def test_the_tree_is_found_by_record_log_session_and_mark(
-    start: type[subprocess.Popen], tmp_path: Path
-) -> None:
+def test_the_tree_is_found_by_record_log_session_and_mark(start: Start, tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     with log.open("wb") as out:
         leader = start(

@@ -121,7 +121,9 @@ def test_files_are_private_and_the_key_is_on_no_command_line(servers: Servers) -
     assert not any(secret in logs for secret in secrets)
 
 
-def test_the_child_sees_no_secret_of_airflow(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_sees_no_secret_of_airflow(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AIRFLOW__DATABASE__SQL_ALCHEMY_CONN", "postgresql://user:hidden@db/airflow")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
     servers.start(fake_spec())
@@ -155,5 +157,7 @@ def test_an_interrupted_wait_ends_the_server(servers: Servers) -> None:
     from airflow_provider_vllm.server.start import start
 
     with pytest.raises(Interrupt):
-        start(fake_spec({"never_ready": True}), "s", servers.root, LaunchOptions(), report=interrupt)
+        start(
+            fake_spec({"never_ready": True}), "s", servers.root, LaunchOptions(), report=interrupt
+        )
     assert servers.tree() == []
