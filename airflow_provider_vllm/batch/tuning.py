@@ -2,8 +2,8 @@
 
 Hill climbing: the rate under the present setting is the baseline, one move at a time is tried, and
 kept when it is faster by `GAIN`. Pure: `now` and all counts are arguments. Invariants: a refusal (429,
-503) or a preemption shrinks at once; a queue on the server stops growth; a trial that is no better is
-taken back.
+503) or a preemption shrinks at once; a queue on the server stops growth, and is shortened where that
+costs no speed; a trial that is no better is taken back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ PACK_FROM = (
     150.0  # rows/s: below it the HTTP server is no bottleneck (about 1 ms of its CPU a request)
 )
 GAIN = 1.05
+NO_LOSS = 0.97  # what a smaller setting may cost when it only shortens the server's queue
 WINDOW = 0.7
 LONGEST_WINDOW = 30.0
 HOLD = 20.0
@@ -51,10 +52,10 @@ class Tuning:
     since: Sample
     skip: int
     trial: Setting | None = None
+    needed: float = GAIN
     baseline: float | None = None
     moves: tuple[str, ...] = ()
     hold_until: float = 0.0
-    rounds: int = 0
 
     @property
     def now_used(self) -> Setting:
@@ -63,7 +64,7 @@ class Tuning:
 
 def begin(setting: Setting, sample: Sample, *, may_pack: bool, may_grow: bool) -> Tuning:
     """A climb from a setting. `may_pack` and `may_grow` say which of its two numbers may change."""
-    moves = ("pack",) * may_pack + ("double", "halve") * may_grow
+    moves = ("pack",) * may_pack + ("unqueue", "double", "halve") * may_grow
     return Tuning(setting, may_pack, may_grow, sample, skip=0, moves=moves)
 
 
@@ -83,9 +84,10 @@ def advance(tuning: Tuning, sample: Sample) -> Tuning:
     rate = rows / seconds
     if tuning.trial is None or tuning.baseline is None:
         return _next_trial(replace(tuning, baseline=rate, trial=None), sample)
-    if rate >= tuning.baseline * GAIN:
+    if rate >= tuning.baseline * tuning.needed:
         again = ("double",) if tuning.trial.limit > tuning.setting.limit else ()
-        again = ("halve",) if tuning.trial.limit < tuning.setting.limit else again
+        if tuning.trial.limit < tuning.setting.limit and tuning.needed == GAIN:
+            again = ("halve",)
         better = replace(tuning, setting=tuning.trial, trial=None, baseline=rate)
         return _next_trial(replace(better, moves=again + tuning.moves), sample)
     # Taken back; the baseline is measured anew, since the rows' nature may drift.
@@ -126,16 +128,21 @@ def _next_trial(tuning: Tuning, sample: Sample) -> Tuning:
     assert tuning.baseline is not None
     moves = tuning.moves
     if not moves and sample.now >= tuning.hold_until and tuning.may_grow:
-        moves = ("grow", "lessen")
+        moves = ("unqueue", "grow", "lessen")
     while moves:
         move, moves = moves[0], moves[1:]
         trial = _moved(tuning, move, sample)
         if trial is not None:
             return replace(
                 tuning, trial=trial, moves=moves, since=sample, skip=tuning.setting.limit,
-                rounds=tuning.rounds + 1,
+                needed=NO_LOSS if move == "unqueue" else GAIN,
             )  # fmt: skip
     return replace(tuning, moves=(), since=sample, hold_until=sample.now + HOLD)
+
+
+def _queued(sample: Sample, setting: Setting, *, part: int) -> bool:
+    """Whether more than a part of the rows in flight only wait on the server."""
+    return sample.waiting is not None and sample.waiting * part > setting.limit
 
 
 def _moved(tuning: Tuning, move: str, sample: Sample) -> Setting | None:
@@ -145,8 +152,12 @@ def _moved(tuning: Tuning, move: str, sample: Sample) -> Setting | None:
         if now.pack == 1:
             return Setting(now.limit, PACK) if fast else None
         return Setting(now.limit, 1)
+    if move == "unqueue":
+        if not _queued(sample, now, part=4):
+            return None
+        return Setting(max(8, now.limit - (sample.waiting or 0) * 4 // 5), now.pack)
     if move in ("double", "grow"):
-        queued = sample.waiting is not None and sample.waiting > now.limit // 10
+        queued = _queued(sample, now, part=10)
         limit = min(MOST, now.limit * 2 if move == "double" else now.limit * 5 // 4 + 1)
         return Setting(limit, now.pack) if limit > now.limit and not queued else None
     limit = now.limit // 2 if move == "halve" else now.limit * 4 // 5

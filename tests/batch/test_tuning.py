@@ -80,10 +80,23 @@ def test_packs_from_the_start_are_given_up_where_they_are_slower() -> None:
     assert World(peak(128, 500, packed=1.5), start).run(30).tuning.setting.pack == 16
 
 
-def test_a_queue_on_the_server_stops_growth() -> None:
-    queued = world(peak(1024, 700))
-    queued.waiting = 100
-    assert queued.run(60).tuning.setting.limit <= tuning.START
+def test_a_queue_on_the_server_stops_growth_and_is_shortened() -> None:
+    """64 places: what is beyond only waits, and is as fast as without it."""
+    queued = world(lambda setting: min(setting.limit, 64) * 10.0)
+    for _ in range(60):
+        queued.waiting = max(0, queued.tuning.now_used.limit - 64)
+        assert queued.tuning.now_used.limit <= tuning.START
+        queued.run(1)
+    assert 64 <= queued.tuning.setting.limit <= 80
+
+
+def test_a_queue_that_feeds_the_engine_stays() -> None:
+    """Fewer in flight would be slower: the queue is what keeps the batch full."""
+    fed = world(peak(128, 700))
+    for _ in range(30):
+        fed.waiting = fed.tuning.now_used.limit // 2
+        fed.run(1)
+    assert fed.tuning.setting.limit == tuning.START
 
 
 def test_refusals_shrink_below_what_is_refused_and_stay_near_it() -> None:
