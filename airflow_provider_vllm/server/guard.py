@@ -75,15 +75,18 @@ def kill_tree(seconds=5.0):
     worked for, and ends, as soon as they are gone.
     """
     deadline = time.monotonic() + seconds
-    trackers_until = time.monotonic() + TRACKERS_S
+    alone_since = deadline  # since when only trackers are left
     while True:
-        for pid in children_of([os.getpid()]):
-            if is_tracker(pid) and time.monotonic() < trackers_until:
-                continue
+        below = children_of([os.getpid()])
+        others = [pid for pid in below if not is_tracker(pid)]
+        if not others:
+            alone_since = min(alone_since, time.monotonic())
+        spared = others or time.monotonic() - alone_since < TRACKERS_S
+        for pid in others if spared else below:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            except OSError:
+                pass  # gone already, or another user's by a set-uid program: it counts as left
         reap()
         left = len(children_of([os.getpid()]))
         if not left or time.monotonic() > deadline:

@@ -208,13 +208,14 @@ def kill(processes: Iterable[ProcessId], *, timeout: float) -> list[ProcessId]:
     deadline = time.monotonic() + timeout
     left = list(processes)
     trackers = [process for process in left if _is_tracker(process.pid)]
-    for process in left:
-        if process not in trackers:
-            process.signal(signal.SIGKILL)
-    left = _wait_for_end(left, min(deadline, time.monotonic() + TRACKERS_S))
-    for process in left:
+    others = [process for process in left if process not in trackers]
+    for process in others:
         process.signal(signal.SIGKILL)
-    return _wait_for_end(left, deadline)
+    others = _wait_for_end(others, deadline)
+    trackers = _wait_for_end(trackers, min(deadline, time.monotonic() + TRACKERS_S))
+    for process in trackers:
+        process.signal(signal.SIGKILL)
+    return others + _wait_for_end(trackers, deadline)
 
 
 def _wait_for_end(processes: list[ProcessId], deadline: float) -> list[ProcessId]:
