@@ -20,6 +20,7 @@ import pycurl
 from airflow_provider_vllm.batch.endpoint import Endpoint
 
 CONNECT_TIMEOUT = 20.0
+STEP = 0.1
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SELECTABLE = 900  # select() in libcurl's interface sees no descriptor above 1023
 REFUSED = frozenset(
@@ -170,19 +171,31 @@ def new_handle(endpoint: Endpoint, timeout_ms: int) -> Any:
 def request(
     endpoint: Endpoint, url: str, timeout: float, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """One blocking GET or POST: status and body, status 0 (and the reason) where no answer came."""
-    curl = new_handle(endpoint, max(1, int(timeout * 1000)))
-    buffer = BytesIO()
+    """One blocking GET or POST: status and body; status 0 and the reason where no answer came.
+
+    It waits in short steps, so that a signal's handler runs at once.
+    """
+    curl, multi, buffer = (
+        new_handle(endpoint, max(1, int(timeout * 1000))),
+        pycurl.CurlMulti(),
+        BytesIO(),
+    )
     try:
-        curl.setopt(pycurl.URL, endpoint.base_url.rstrip("/") + url)
+        curl.setopt(URL, endpoint.base_url.rstrip("/") + url)
         curl.setopt(pycurl.WRITEFUNCTION, buffer.write)
         if body is not None:
-            curl.setopt(pycurl.POSTFIELDS, body)
-        curl.perform()
-        return int(curl.getinfo(pycurl.RESPONSE_CODE)), buffer.getvalue()
-    except pycurl.error as error:
-        return 0, str(error.args[-1]).encode()
+            curl.setopt(POSTFIELDS, body)
+        multi.add_handle(curl)
+        while True:
+            multi.perform()
+            _, ended, failed = multi.info_read()
+            if failed:
+                return 0, str(failed[0][2]).encode()
+            if ended:
+                return int(curl.getinfo(RESPONSE_CODE)), buffer.getvalue()
+            multi.select(STEP)
     finally:
+        multi.close()
         curl.close()
 
 

@@ -9,6 +9,7 @@ import json
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,20 @@ def test_a_signal_handler_that_raises_unwinds_at_once(
     assert answered >= 200 - 16 - 1
     run(spec_of(tmp_path), ForeignLink(server.base_url), tmp_path)
     check(tmp_path, quiet)
+
+
+def test_it_unwinds_at_once_in_the_middle_of_a_probe(
+    server: ThreadedEndpoint, tmp_path: Path
+) -> None:
+    server.behaviour.frozen = True
+    given = arguments(tmp_path, stall_timeout=0.2, probe_timeout=60, request_timeout=60)
+    process = start_child(tmp_path / "journal", server.base_url, given)
+    until(lambda: server.behaviour.requests == 16 + 1)  # what is in flight, and the probe
+    began = time.monotonic()
+    with killed_at(process, signal.SIGUSR1):
+        pass
+    assert finish(process)[0] == 4
+    assert time.monotonic() - began < 3
 
 
 def test_the_retry_on_another_hosts_directory(
