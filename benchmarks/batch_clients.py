@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PROMPT = "Number {}: write one sentence about it, in the plainest words that you know. " + "Then stop. " * 10
+PROMPT = (
+    "Number {}: write one sentence about it, in the plainest words that you know. "
+    + "Then stop. " * 10
+)
 
 
 @dataclass(frozen=True)
