@@ -6,9 +6,7 @@ Enters: a running Airflow and a Cell. Leaves: an Outcome. Nothing here judges; t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import signal
 import time
 from collections import Counter
@@ -16,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from airflow_provider_vllm.server.locks import is_held
 from airflow_provider_vllm.server.processes import ProcessId, every_process, identity_of, read_stat
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot
 from scripts.airflow_stack import AirflowStack
@@ -206,7 +205,7 @@ class Run:
 
     def _locks_held(self) -> int:
         files = [*self.root.locks.iterdir(), *self.root.servers.glob("*/lock")]
-        return sum(_is_locked(path) for path in files)
+        return sum(is_held(path) for path in files)
 
 
 def _row(number: int) -> str:
@@ -221,7 +220,8 @@ def _belongs_to_airflow(target: str) -> bool:
 
 def _alive(directory: GenerationDir) -> bool:
     """Whether any process of this start lives: recorded, in its session, or writing to its log."""
-    from airflow_provider_vllm.server.processes import tree_of
+    from airflow_provider_vllm.server.locks import is_held
+from airflow_provider_vllm.server.processes import tree_of
 
     state = directory.read()
     if state is None:
@@ -229,17 +229,6 @@ def _alive(directory: GenerationDir) -> bool:
     recorded = [each for each in (state.supervisor, state.guard, state.engine, *state.tree) if each]
     session = state.engine.pid if state.engine else None
     return bool(tree_of(recorded, session, [directory.log_file]))
-
-
-def _is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _until(look: Callable[[], object], timeout: float, what: str):  # type: ignore[no-untyped-def]
