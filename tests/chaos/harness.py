@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from airflow_provider_vllm.server.locks import is_held
-from airflow_provider_vllm.server.processes import ProcessId, every_process, identity_of, read_stat
+from airflow_provider_vllm.server.processes import (
+    ProcessId,
+    every_process,
+    identity_of,
+    read_stat,
+    tree_of,
+)
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot
 from scripts.airflow_stack import AirflowStack
 from tests.chaos.cells import ONE, Cell
@@ -220,9 +226,6 @@ def _belongs_to_airflow(target: str) -> bool:
 
 def _alive(directory: GenerationDir) -> bool:
     """Whether any process of this start lives: recorded, in its session, or writing to its log."""
-    from airflow_provider_vllm.server.locks import is_held
-from airflow_provider_vllm.server.processes import tree_of
-
     state = directory.read()
     if state is None:
         return False
