@@ -252,17 +252,22 @@ class Life:
     async def _watch_tree(self) -> None:
         """Record the tree and what it maps, so that others can remove it when the supervisor can't."""
         while True:
-            self.record_tree()
+            await self.record_tree()
             settled = self.record.state.state == state.READY and len(self.record.state.tree) > 1
             await asyncio.sleep(TREE_READY_S if settled else TREE_S)
 
-    def record_tree(self) -> None:
+    async def record_tree(self) -> None:
         """All of the tree is below the guard, its sub-reaper, and without a guard below us."""
-        tree = [stat for stat in descendants(os.getpid()) if stat.identity != self.process.guard]
-        known = set(self.record.state.segments)
+
+        def look() -> tuple[list[ProcessId], set[str]]:
+            tree = [stat.identity for stat in descendants(os.getpid())]
+            return tree, segments.mapped(each.pid for each in tree)
+
+        # In a thread: the maps of a process that hangs in a driver may be a long time coming.
+        tree, mapped = await asyncio.to_thread(look)
         self.record.write(
-            tree=tuple(stat.identity for stat in tree),
-            segments=tuple(sorted(known | segments.mapped(stat.pid for stat in tree))),
+            tree=tuple(each for each in tree if each != self.process.guard),
+            segments=tuple(sorted(mapped.union(self.record.state.segments))),
             lease_until=self.terms.until,
         )
 

@@ -20,7 +20,7 @@ from airflow_provider_vllm.exceptions import InsecurePath, ServerUnreachable, St
 from airflow_provider_vllm.server import remains, state
 from airflow_provider_vllm.server.control import ControlClient, token_for
 from airflow_provider_vllm.server.files import write_json
-from airflow_provider_vllm.server.locks import try_lock
+from airflow_provider_vllm.server.locks import is_held, try_lock
 from airflow_provider_vllm.server.processes import ProcessId
 from airflow_provider_vllm.server.state import (
     GenerationDir,
@@ -225,7 +225,8 @@ def sweep(root: StateRoot, *, keep_failed_days: float) -> list[ServerState]:
             found = directory.read()
             age = time.time() - _last_change(directory)
             if found is None:
-                if age > NEW_START_S:
+                # Whoever launches holds the lock until the supervisor has written its first state.
+                if age > NEW_START_S and not is_held(directory.server_dir / "lock"):
                     shutil.rmtree(directory.path, ignore_errors=True)
                 continue
             if directory.supervised(found):

@@ -10,6 +10,7 @@ tree can get away from it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -40,6 +41,7 @@ PORT_ATTEMPTS = 5
 GRACE_S = 5.0
 GRACE_LOADING_S = 1.0
 MEMORY_S = 5.0
+LAST_LOOK_S = 2.0
 POSTMORTEM = "airflow_provider_vllm.server.postmortem"
 # The tree stays until its evidence is taken, and no longer.
 DIAGNOSIS_S = 15.0
@@ -199,7 +201,8 @@ class Supervisor:
         """Kill what is left and remove its segments; the pids that are still alive."""
         if self.life is None or self.life.process.guard is None:
             return []
-        self.life.record_tree()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.life.record_tree(), LAST_LOOK_S)
         await self.life.process.kill_tree()
         await self.life.process.close()
         left = await asyncio.to_thread(
