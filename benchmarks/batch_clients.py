@@ -144,13 +144,13 @@ def run_bare(job: Job, folder: Path) -> dict[str, Any]:
         curl.chunks = []
         curl.setopt(pycurl.WRITEFUNCTION, curl.chunks.append)
         free.append(curl)
-    ready = [orjson.dumps(body) for body in bodies(job)]
+    rows = bodies(job)
     began, cpu = time.perf_counter(), time.process_time()
     sent = done = 0
     while done < job.rows:
         while free and sent < job.rows:
             curl = free.pop()
-            curl.setopt(pycurl.POSTFIELDS, ready[sent])
+            curl.setopt(pycurl.POSTFIELDS, orjson.dumps(next(rows)))
             multi.add_handle(curl)
             sent += 1
         multi.perform()
