@@ -18,6 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 USER = "admin"
+# A scheduler that meets a locked SQLite database ends. The API server can lock itself out (3.3.2
+# writes its audit log in the event loop), and nobody gets on until it has given up: that has to
+# be sooner.
+LOCK_S, API_SERVER_LOCK_S = 60, 5
 Settings = Mapping[str, Mapping[str, str]]
 
 
@@ -52,6 +56,11 @@ def write_config(
     parser.write(text)
     write_private(path, text.getvalue())
     return json.loads(passwords.read_text())[USER]
+
+
+def sqlite_url(home: Path, lock_timeout: int) -> str:
+    """The database in `home`; who finds it locked waits for `lock_timeout` seconds."""
+    return f"sqlite:///{home / 'airflow.db'}?timeout={lock_timeout}"
 
 
 def write_private(path: Path, text: str) -> None:
@@ -99,9 +108,7 @@ def _defaults(
             "base_url": f"http://127.0.0.1:{port}",
             "workers": "1",
         },
-        # On a busy machine SQLite's 5 s of waiting for its lock are over soon, and a scheduler that
-        # meets a locked database ends.
-        "database": {"sql_alchemy_conn": database or f"sqlite:///{home / 'airflow.db'}?timeout=60"},
+        "database": {"sql_alchemy_conn": database or sqlite_url(home, LOCK_S)},
         "logging": {"base_log_folder": str(home / "logs")},
         "dag_processor": {
             "dag_bundle_config_list": json.dumps(bundles),

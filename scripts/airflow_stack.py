@@ -23,7 +23,14 @@ from types import TracebackType
 from typing import IO
 
 from scripts.airflow_client import AirflowClient
-from scripts.airflow_config import USER, Settings, free_port, write_config
+from scripts.airflow_config import (
+    API_SERVER_LOCK_S,
+    USER,
+    Settings,
+    free_port,
+    sqlite_url,
+    write_config,
+)
 from scripts.progress import Note, Progress
 from scripts.reaped import Reaped
 
@@ -74,6 +81,7 @@ class AirflowStack:
         if fresh:
             _empty(home)
         self.logs.mkdir(exist_ok=True)
+        self._on_sqlite = database is None
         self.password = write_config(
             home, dag_folders, settings or {}, port=self.port, database=database
         )
@@ -105,7 +113,11 @@ class AirflowStack:
     def start_part(self, name: str) -> int:
         """Start one part (a key of PARTS), for the first time or after it was killed; its pid."""
         command = [sys.executable, "-m", "airflow", *PARTS[name]]
-        self.pids[name] = self._reaped.start(command, env=self._environ, log=self.part_log(name))
+        environ = dict(self._environ)
+        if name == "api-server" and self._on_sqlite:
+            url = sqlite_url(self.home, API_SERVER_LOCK_S)
+            environ["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"] = url
+        self.pids[name] = self._reaped.start(command, env=environ, log=self.part_log(name))
         return self.pids[name]
 
     def strays(self) -> list[str]:

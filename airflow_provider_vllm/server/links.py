@@ -50,6 +50,7 @@ class OwnServer:
         self._spec, self._id, self._root, self._options = spec, server_id, root, options
         self._report, self._restarts_left, self._apply_remedy = report, restarts, apply_remedy
         self._running: Running | None = None
+        self._abandoned = False
         self._launched: list[tuple[ServerHandle, GenerationDir]] = []
 
     def connect(self) -> Endpoint:
@@ -77,13 +78,20 @@ class OwnServer:
 
     def abandon(self) -> None:
         """From a signal handler: ask the newest start to end, without waiting for it."""
+        self._abandoned = True
         if self._launched:
             ask_to_stop(*self._launched[-1])
 
     def close(self) -> None:
-        """End what this task started, and wait until it is gone. Raises StopFailed."""
+        """End what this task started, and wait until it is gone. Raises StopFailed.
+
+        After `abandon` it does not wait: a killed task has five seconds to say why it ends, a server may
+        take longer, and its supervisor ends it in any case.
+        """
         from airflow_provider_vllm.server.stop import stop_generation
 
+        if self._abandoned:
+            return
         self._running = None
         while self._launched:
             stop_generation(self._launched[-1][1], "the batch is over")

@@ -153,9 +153,26 @@ def test_a_kill_of_a_batch_unwinds_it_and_ends_its_own_server(root: StateRoot) -
 
     with killed_when(task, works), pytest.raises(TaskInterrupted):
         task.execute(context_of())
-    state = newest(root)
-    assert state
-    assert state.settled
+    wait_for(lambda: (state := newest(root)) and state.settled)
+
+
+def test_a_killed_batch_says_so_at_once_however_long_its_server_takes(root: StateRoot) -> None:
+    """Airflow ends a killed task by force after five seconds, and then nothing is in its log."""
+    spec = fake_spec({"ignore_term": True})
+    task = VllmBatchOperator(task_id="ask", spec=spec, prompts=["[[hang]]"])
+    ready: list[float] = []
+
+    def works() -> bool:
+        state = newest(root)
+        if state is None or state.state != READY:
+            return False
+        ready.append(time.monotonic())
+        return True
+
+    with killed_when(task, works), pytest.raises(TaskInterrupted):
+        task.execute(context_of())
+    assert time.monotonic() - ready[0] < 3
+    wait_for(lambda: (state := newest(root)) and state.settled)
 
 
 def test_a_kill_of_a_batch_leaves_the_shared_server(root: StateRoot) -> None:

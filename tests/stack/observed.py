@@ -15,16 +15,17 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from airflow_provider_vllm.server.processes import tree_of
 from airflow_provider_vllm.server.state import READY, GenerationDir, ServerState, StateRoot
+from scripts.airflow_client import ApiError
 from scripts.airflow_stack import AirflowStack
 
+T = TypeVar("T")
 RUNNING = re.compile(r"^vllm:num_requests_running\S* ([0-9.]+)", re.MULTILINE)
 # Airflow tells a task that it was marked or cleared with its next heartbeat (5 s), and gives it 5 s more.
 KILL_S = 20.0
-# Two requests that write at the same moment stop Airflow's API server on SQLite.
 ONE_AT_A_TIME = threading.Lock()
 
 
@@ -34,8 +35,7 @@ class Observed:
     def __init__(self, stack: AirflowStack, dag_id: str, conf: Mapping[str, Any]) -> None:
         self.stack, self.client, self.dag_id = stack, stack.client, dag_id
         self.root = stack.home / "vllm"
-        with ONE_AT_A_TIME:
-            self.run_id = self.client.run_dag(dag_id, conf)
+        self.run_id = written(lambda: self.client.run_dag(dag_id, conf))
         self.seen: dict[str, list[str | None]] = {}
 
     # what the user sees
@@ -88,16 +88,14 @@ class Observed:
         return [each["state"] for each in self.client.tries(self.dag_id, self.run_id, task_id)]
 
     def mark(self, task_id: str, state: str) -> None:
-        with ONE_AT_A_TIME:
-            self.client.mark(self.dag_id, self.run_id, task_id, state)
+        written(lambda: self.client.mark(self.dag_id, self.run_id, task_id, state))
 
     def mark_run(self, state: str) -> None:
-        with ONE_AT_A_TIME:
-            self.client.mark_run(self.dag_id, self.run_id, state)
+        written(lambda: self.client.mark_run(self.dag_id, self.run_id, state))
 
     def clear(self, *task_ids: str, only_failed: bool = False) -> list[str]:
-        with ONE_AT_A_TIME:
-            return self.client.clear(self.dag_id, self.run_id, task_ids, only_failed=only_failed)
+        clear = self.client.clear
+        return written(lambda: clear(self.dag_id, self.run_id, task_ids, only_failed=only_failed))
 
     @staticmethod
     def seconds_between(epoch: float, shown: str) -> float:
@@ -161,6 +159,23 @@ class Observed:
         while left := self.left():
             assert time.monotonic() < deadline, f"left {within:g} s later: {left}"
             time.sleep(0.1)
+
+
+def written(act: Callable[[], T]) -> T:
+    """Do what a person does by a click, and again where Airflow answers that something went wrong.
+
+    On SQLite Airflow's API server stops for some seconds, then refuses, when such a request meets
+    one of a task: its audit log is written in the event loop that the other one needs (3.3.2).
+    """
+    with ONE_AT_A_TIME:
+        for _ in range(3):
+            try:
+                return act()
+            except ApiError as error:
+                if "HTTP 500" not in str(error):
+                    raise
+                time.sleep(1)
+        return act()
 
 
 def held_locks(folder: Path) -> list[str]:
