@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from airflow_provider_vllm.environment import allowed
-from airflow_provider_vllm.exceptions import ServerError, StartFailed
+from airflow_provider_vllm.exceptions import ServerError, StartFailed, TaskInterrupted
 from airflow_provider_vllm.server import hub
 from airflow_provider_vllm.server.checks.model import hub_cache
 from airflow_provider_vllm.server.checks.options import Options
@@ -120,6 +120,8 @@ def start_once(
     report(f"server {server_id}, log {directory.log_file}")
     try:
         return wait(handle, directory, spec, report=report)
+    except TaskInterrupted:
+        raise  # whoever interrupted has told it to end; a killed task has no time to wait for that
     except BaseException:
         stop_generation(directory, "its start did not succeed")
         raise
