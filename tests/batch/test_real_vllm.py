@@ -54,22 +54,21 @@ class RealLink(ForeignLink):
         return url
 
     def processes(self, name: str) -> list[int]:
-        """The pids in the server's session whose name has this in it."""
+        """The pids in the server's session whose name (15 characters of it) has this in it."""
         found = []
         for entry in Path("/proc").iterdir():
-            try:
-                stat = (entry / "stat").read_text()
-                session = int(stat.rpartition(")")[2].split()[3])
-            except (OSError, IndexError, ValueError):
-                continue
-            if session == self.process.pid and name in stat[stat.index("(") : stat.rindex(")")]:
-                found.append(int(entry.name))
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                head, _, rest = (entry / "stat").read_text().rpartition(")")
+                state, _, _, session = rest.split()[:4]
+                mine = int(session) == self.process.pid and state != "Z"
+                if mine and name in head.partition("(")[2]:
+                    found.append(int(entry.name))
         return found
 
     def end(self) -> None:
         """Clean where it can be, so that no shared memory is left."""
-        for pid in self.processes(""):
-            os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGCONT)
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
@@ -132,7 +131,7 @@ def kill_api_server(link: RealLink) -> None:
 
 
 def kill_engine(link: RealLink) -> None:
-    os.kill(link.processes("EngineCore")[0], signal.SIGKILL)
+    os.kill(link.processes("EngineCor")[0], signal.SIGKILL)
 
 
 def kill_worker(link: RealLink) -> None:
@@ -140,7 +139,7 @@ def kill_worker(link: RealLink) -> None:
 
 
 def freeze_engine(link: RealLink) -> None:
-    os.kill(link.processes("EngineCore")[0], signal.SIGSTOP)
+    os.kill(link.processes("EngineCor")[0], signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(
