@@ -27,9 +27,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def write_page(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write docs/reliability.md."""
-    path.write_text(_INTRODUCTION.format(rows=ROWS, lease=LEASE_S) + table(outcomes) + "\n")
+def write_page(path: Path, outcomes: Sequence[Outcome], *, cells: int) -> None:
+    """Write docs/reliability.md; `cells` is how many there are, run or not."""
+    introduction = _INTRODUCTION.format(rows=ROWS, lease=LEASE_S, run=len(outcomes), cells=cells)
+    path.write_text(introduction + table(outcomes) + "\n")
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 _INTRODUCTION = """# Reliability
 
 What `make chaos` printed last: a real Airflow (LocalExecutor) runs a batch of {rows} rows on a real vLLM server,
-and one process is hit at one moment. Written by that command; not edited by hand.
+and one process is hit at one moment. {run} of {cells} cells were run. Written by that command; not edited by hand.
 
 - *hit server gone*: seconds from the fault until no process of the server that was hit was left. A server that
   survives the fault lives until the batch is over.

@@ -39,8 +39,8 @@ def outcomes() -> Iterator[list[Outcome]]:
     yield found
     if found:
         print("\n" + table(found))
-    if len(found) == len(CELLS):
-        write_page(ROOT / "docs" / "reliability.md", found)
+    if len(found) > len([cell for cell in CELLS if cell.short]):
+        write_page(ROOT / "docs" / "reliability.md", found, cells=len(CELLS))
 
 
 @pytest.fixture(scope="module")
