@@ -30,7 +30,7 @@ from airflow_provider_vllm.exceptions import ServerError
 from airflow_provider_vllm.server import state
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.launch import LaunchOptions, launch
-from airflow_provider_vllm.server.processes import ProcessId, descendants
+from airflow_provider_vllm.server.processes import ProcessId, descendants, this_process
 from airflow_provider_vllm.server.start import wait
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot
 from airflow_provider_vllm.server.stop import stop_generation
@@ -132,7 +132,7 @@ def _command(pid: int) -> str:
 
 @contextlib.contextmanager
 def launched(spec: ServerSpec, root: StateRoot) -> Iterator[Server]:
-    handle = launch(spec, "benchmark", root, LaunchOptions())
+    handle = launch(spec, "benchmark", root, LaunchOptions(owner=this_process()))
     directory = handle.directory(root)
     assert directory is not None
     try:
@@ -216,10 +216,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=10, help="rounds with the fake (three starts each)"
+        "--rounds", type=int, default=5, help="rounds with the fake (three starts each)"
     )
     parser.add_argument(
-        "--real", type=int, default=2, help="rounds with real vLLM (three starts each)"
+        "--real", type=int, default=1, help="rounds with real vLLM (three starts each)"
     )
     args = parser.parse_args()
     delays: Delays = defaultdict(list)

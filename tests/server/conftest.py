@@ -14,7 +14,7 @@ import pytest
 
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.launch import LaunchOptions, launch
-from airflow_provider_vllm.server.processes import tree_of
+from airflow_provider_vllm.server.processes import this_process, tree_of
 from airflow_provider_vllm.server.start import Running, start
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot
 from airflow_provider_vllm.server.stop import stop_server
@@ -39,6 +39,11 @@ def fake_spec(plan: dict[str, Any] | None = None, **fields: Any) -> ServerSpec:
     return ServerSpec(model="tiny", command=command, preflight="off", **given)
 
 
+def _options(given: dict[str, Any]) -> LaunchOptions:
+    """The servers of a test run that is killed end with it."""
+    return LaunchOptions(**{"owner": this_process(), **given})
+
+
 @dataclass
 class Servers:
     """Starts fakes in one state root and ends all of them."""
@@ -47,12 +52,10 @@ class Servers:
     reports: list[str] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, server_id: str = "s", **options: Any) -> Running:
-        return start(
-            spec, server_id, self.root, LaunchOptions(**options), report=self.reports.append
-        )
+        return start(spec, server_id, self.root, _options(options), report=self.reports.append)
 
     def launch(self, spec: ServerSpec, server_id: str = "s", **options: Any) -> ServerHandle:
-        return launch(spec, server_id, self.root, LaunchOptions(**options))
+        return launch(spec, server_id, self.root, _options(options))
 
     def directory(self, server_id: str = "s") -> GenerationDir:
         found = self.root.newest(server_id)
