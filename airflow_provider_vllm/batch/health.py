@@ -7,18 +7,17 @@ metrics stay good.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import orjson
 
+from airflow_provider_vllm import metrics
 from airflow_provider_vllm.batch.api import PROBES
 from airflow_provider_vllm.batch.client import request
 from airflow_provider_vllm.batch.endpoint import Endpoint
 
 LOOK_TIMEOUT = 5.0
-METRIC = re.compile(rb"^vllm:([a-z_]+?)(?:_total)?(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
-MOVING = ("generation_tokens", "prompt_tokens", "request_success")
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Vitals:
     waiting: int | None = None
     preemptions: int | None = None
     moved: float | None = None  # sum of counters that grow with every step of the engine
+    samples: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
 
 def is_healthy(endpoint: Endpoint) -> str | None:
@@ -49,19 +49,18 @@ def look(endpoint: Endpoint) -> Vitals:
 
 def read_metrics(text: bytes) -> Vitals:
     """Vital signs in Prometheus' text form, summed over engines."""
-    sums: dict[str, float] = {}
-    for name, value in METRIC.findall(text):
-        sums[name.decode()] = sums.get(name.decode(), 0.0) + float(value)
+    samples = metrics.read(text)
 
     def whole(name: str) -> int | None:
-        return int(sums[name]) if name in sums else None
+        value = metrics.total(samples, name)
+        return None if value is None else int(value)
 
-    moved = sum(sums.get(name, 0.0) for name in MOVING) if "generation_tokens" in sums else None
     return Vitals(
         whole("num_requests_running"),
         whole("num_requests_waiting"),
         whole("num_preemptions"),
-        moved,
+        metrics.moved(samples),
+        samples,
     )
 
 

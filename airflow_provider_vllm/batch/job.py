@@ -173,6 +173,8 @@ class Job:
         manifest = self._manifest(sender, watch, errors_at)
         answers, errors = self._write(stats.done, manifest)
         self._log.info("Done: %s", manifest.summary())
+        for advice in manifest.advice:
+            self._log.info("For the next batch: %s", advice["text"])
         if stats.errors:
             where = f"see {errors_at}" if errors_at else "; ".join(stats.samples)
             self._log.warning("%d of %d rows failed: %s", stats.errors, stats.done, where)
@@ -232,6 +234,7 @@ class Job:
             output_path=spec.output_path if complete else None,
             errors_path=errors_at,
             manifest_path=results.manifest_path(spec) if complete else None,
+            advice=tuple(each.to_json() for each in watch.readings.advice()),
             complete=complete,
         )
 

@@ -42,6 +42,7 @@ class Manifest:
     output_path: str | None = None
     errors_path: str | None = None
     manifest_path: str | None = None
+    advice: tuple[dict[str, Any], ...] = ()
     complete: bool = True
     version: int = field(default=VERSION)
 
@@ -55,7 +56,13 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values only, small whatever the size of the batch."""
-        return {**asdict(self), "input": list(self.input), "ok": self.ok, "errors": self.errors}
+        return {
+            **asdict(self),
+            "input": list(self.input),
+            "advice": list(self.advice),
+            "ok": self.ok,
+            "errors": self.errors,
+        }
 
     def summary(self) -> str:
         """One line for the log."""

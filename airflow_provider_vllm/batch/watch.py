@@ -18,6 +18,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.health import Movement, Vitals
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.progress import Progress
+from airflow_provider_vllm.batch.readings import Readings
 from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.signals import (
     Connect,
@@ -55,6 +56,7 @@ class Watch:
         self._progress, self._on_progress = progress, on_progress
         self._lost = False
         self._last_preemptions: int | None = None
+        self.readings = Readings()
         self.losses = 0
         self.preemptions = 0
 
@@ -94,6 +96,7 @@ class Watch:
         if now >= self._next_look:
             self._next_look = now + min(LOOK_EVERY, self._spec.progress_interval)
             vitals = self._sender.vitals = health.look(self._endpoint)
+            self.readings.add(vitals.samples)
             self._count_preemptions(vitals)
             self._see(vitals.moved, now)
         else:

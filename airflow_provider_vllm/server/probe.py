@@ -7,9 +7,10 @@ stranger on the port answers `/health` too, and one without a key takes any key.
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from airflow_provider_vllm import metrics
 
 if TYPE_CHECKING:
     import aiohttp
@@ -72,24 +73,6 @@ def judge(with_key: int, body: bytes, without_key: int, model: str) -> Answer:
     return Answer(OURS)
 
 
-_SAMPLE = re.compile(rb"^(vllm:[a-z0-9_]+)(?:\{.*\})? ([0-9.eE+-]+|NaN)", re.MULTILINE)
-
-
-def read_metrics(text: bytes) -> dict[str, float]:
-    """vLLM's samples by name, added up over their labels (models, engines)."""
-    found: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(text):
-        number = float(value)
-        if number == number:
-            key = name.decode()
-            found[key] = found.get(key, 0.0) + number
-    return found
-
-
-# What moves only when tokens do. "Requests running" does not count: a frozen engine keeps them.
-MOVING = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
-
-
 async def movement(session: aiohttp.ClientSession, base_url: str, timeout: float) -> float | None:
     """The sum of the counters that only move while vLLM works; None when they can't be read."""
     import aiohttp
@@ -99,7 +82,6 @@ async def movement(session: aiohttp.ClientSession, base_url: str, timeout: float
         async with session.get(f"{base_url}/metrics", timeout=limit) as response:
             if response.status != 200:
                 return None
-            samples = read_metrics(await response.read())
+            return metrics.moved(metrics.read(await response.read()))
     except (aiohttp.ClientError, asyncio.TimeoutError):
         return None
-    return sum(samples.get(name, 0.0) for name in MOVING)

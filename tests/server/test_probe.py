@@ -18,7 +18,6 @@ from airflow_provider_vllm.server.probe import (
     OURS,
     SILENT,
     judge,
-    read_metrics,
 )
 from tests.fakes.endpoint import BEHAVIOUR, Behaviour, build_app
 
@@ -48,27 +47,6 @@ MODELS = json.dumps({"object": "list", "data": [{"id": "tiny"}, {"id": "lora"}]}
 )
 def test_judge(with_key: int, body: bytes, without_key: int, verdict: str) -> None:
     assert judge(with_key, body, without_key, "tiny").verdict == verdict
-
-
-METRICS = b"""# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
-# TYPE vllm:prompt_tokens_total counter
-vllm:prompt_tokens_total{engine="0",model_name="tiny"} 12.0
-vllm:prompt_tokens_total{engine="1",model_name="tiny"} 1e+02
-vllm:generation_tokens_total{engine="0",model_name="a}b {c"} 3.0
-vllm:gpu_cache_usage_perc NaN
-vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 7.0
-python_gc_objects_collected_total{generation="0"} 9.0
-"""
-
-
-def test_read_metrics_adds_up_over_labels() -> None:
-    assert read_metrics(METRICS) == {
-        "vllm:prompt_tokens_total": 112.0,
-        "vllm:generation_tokens_total": 3.0,
-        "vllm:e2e_request_latency_seconds_bucket": 7.0,
-    }
-    assert read_metrics(b"") == {}
-    assert read_metrics(b"<html>vllm:x 1</html>") == {}
 
 
 def asked(behaviour: Behaviour | None, *, hang: bool = False) -> probe.Answer:
