@@ -216,10 +216,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="rounds with the fake (three starts each)"
+        "--rounds", type=int, default=10, help="rounds with the fake (three starts each)"
     )
     parser.add_argument(
-        "--real", type=int, default=1, help="rounds with real vLLM (three starts each)"
+        "--real", type=int, default=2, help="rounds with real vLLM (three starts each)"
     )
     args = parser.parse_args()
     delays: Delays = defaultdict(list)
