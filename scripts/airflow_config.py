@@ -21,7 +21,7 @@ USER = "admin"
 # A scheduler that meets a locked SQLite database ends. The API server can lock itself out (3.3.2
 # writes its audit log in the event loop), and nobody gets on until it has given up: that has to
 # be sooner.
-LOCK_S, API_SERVER_LOCK_S = 60, 5
+LOCK_S, API_SERVER_LOCK_S = 60, 2
 Settings = Mapping[str, Mapping[str, str]]
 
 

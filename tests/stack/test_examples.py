@@ -55,6 +55,7 @@ class Runs:
 def runs(shared_airflow: AirflowStack) -> Iterator[Runs]:
     """Every example has run; the states are read back by the tests."""
     runs = Runs(shared_airflow, shared_airflow.home / "data")
+    runs.data.mkdir(exist_ok=True)
     for day, (_, prompts) in DAYS.items():
         lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
         (runs.data / f"{day}.jsonl").write_text("\n".join(lines) + "\n")
