@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch.api import ITEM_FIELDS, answers_of
+from airflow_provider_vllm.batch.api import ITEM_FIELDS, NOT_READABLE, answers_of
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -74,36 +74,34 @@ def answer(
         body = loads(raw)
         items = body[ITEM_FIELDS[row.url]]
         usage = body.get("usage") or NOTHING
+        prompt, completion = sums or (
+            usage.get("prompt_tokens") or 0,
+            usage.get("completion_tokens") or 0,
+        )
         if not items or not isinstance(items, list):
             raise NotAnAnswer("the answer is empty")
     except orjson.JSONDecodeError as error:
         raise NotAnAnswer(f"the answer is not JSON: {error}") from None
     except (KeyError, TypeError, AttributeError):
         raise NotAnAnswer(f"the answer is not one of {row.url}") from None
+    if type(prompt) is not int or type(completion) is not int:
+        prompt = completion = 0
     if b"\n" in raw:
         raw = dumps(body)
     if check is not None and (wrong := check_output(body, check)) is not None:
         raise InvalidOutput(wrong)
-    prompt, completion = sums or (
-        usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or 0,
-    )
-    key = row.key
-    head = HEAD % (
-        key,
-        row.number,
-        prompt,
-        completion,
-        key,
-        dumps(row.custom_id),
-        dumps(body.get("id")),
-    )
+    key, said = row.key, dumps(row.custom_id)
+    head = HEAD % (key, row.number, prompt, completion, key, said, dumps(body.get("id")))
     return head, raw, prompt, completion
 
 
 def check_output(body: dict[str, Any], check: Check) -> str | None:
     """What is wrong with the first answer text that breaks the schema."""
-    for text in answers_of(body):
+    try:
+        found = answers_of(body)
+    except NOT_READABLE:
+        return "the answer has no text"
+    for text in found:
         wrong = check(text) if isinstance(text, str) else "the answer has no text"
         if wrong is not None:
             return wrong

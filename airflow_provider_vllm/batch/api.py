@@ -80,11 +80,13 @@ PROBES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "1", "max_output_tokens": 16},
 }
 
+NOT_READABLE = (KeyError, TypeError, AttributeError, StopIteration)
+
 
 def answers_of(body: dict[str, Any]) -> list[Any]:
     """The answers in a response body of any of these URLs: texts, vectors, scores or labels.
 
-    Several with `n` above 1. Raises KeyError, TypeError or AttributeError for a body that is none.
+    Several with `n` above 1. Raises one of `NOT_READABLE` for a body that is none.
     """
     if "choices" in body:
         return [
@@ -97,10 +99,13 @@ def answers_of(body: dict[str, Any]) -> list[Any]:
     if "results" in body:
         return [body["results"]]
     names = ("embedding", "score", "label", "data")
-    return [next(item[name] for name in names if name in item) for item in body["data"]]
+    return [item[next(name for name in names if name in item)] for item in body["data"]]
 
 
 def answer_of(body: dict[str, Any]) -> Any:
-    """The answer as one value: the only one, or the list of several."""
-    found = answers_of(body)
+    """The answer as one value: the only one, or the list of several; None where there is none."""
+    try:
+        found = answers_of(body)
+    except NOT_READABLE:
+        return None
     return found[0] if len(found) == 1 else found

@@ -103,6 +103,7 @@ def split(rows: list[Row], raw: bytes) -> tuple[list[bytes], int, int]:
         body = orjson.loads(raw)
         items = sorted(body.pop(name), key=lambda item: item["index"])
         usage = body.get("usage") or {}
+        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         if [item["index"] for item in items] != list(range(len(rows))):
             raise NotAnAnswer("the pack's answer does not have one item a row")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -116,4 +117,4 @@ def split(rows: list[Row], raw: bytes) -> tuple[list[bytes], int, int]:
             "usage": None,
         }
         bodies.append(orjson.dumps(own))
-    return bodies, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    return bodies, *tokens

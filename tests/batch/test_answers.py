@@ -1,0 +1,94 @@
+"""What a server may say with status 200, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from airflow_provider_vllm.batch.answers import TAIL, NotAnAnswer, answer, check_output
+from airflow_provider_vllm.batch.api import CHAT, URLS, answer_of
+from airflow_provider_vllm.batch.packing import split
+from airflow_provider_vllm.batch.row import Row
+
+GOOD = {
+    "id": "x",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 4},
+}
+
+
+def row(url: str = CHAT) -> Row:
+    return Row(5, 'own "id" ü', url, b"{}", b"0123456789abcdef")
+
+
+def test_a_good_one() -> None:
+    raw = json.dumps(GOOD, indent=1).encode()
+    head, body, prompt, completion = answer(row(), raw)
+    assert (prompt, completion) == (3, 4)
+    record = head + body + TAIL
+    assert record.count(b"\n") == 1
+    assert record.startswith(b"0123456789abcdef 5 ok 3 4 {")
+    line = json.loads(record.split(b" ", 5)[5])
+    assert line["custom_id"] == 'own "id" ü'
+    assert line["response"] == {"status_code": 200, "request_id": "x", "body": GOOD}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"null", b"[]", b"5", b'"x"', b"<html>", b"{}", b'{"choices": []}', b'{"choices": {"a": 1}}',
+     b'{"choices": null}', b'{"data": [1]}', b'{"choices": [1], "usage": [1]}', b'{"choices": [{}]', b"\xff"],
+)  # fmt: skip
+@pytest.mark.parametrize("url", [CHAT])
+def test_what_is_no_answer(raw: bytes, url: str) -> None:
+    with pytest.raises(NotAnAnswer):
+        answer(row(url), raw)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_every_url_knows_its_list(url: str) -> None:
+    with pytest.raises(NotAnAnswer, match=url):
+        answer(row(url), b'{"something": [1]}')
+
+
+@pytest.mark.parametrize(
+    "usage", ["5", [1], None, {}, {"prompt_tokens": "5"}, {"prompt_tokens": 1.5}]
+)
+def test_strange_usage_is_counted_as_none(usage: object) -> None:
+    raw = json.dumps({**GOOD, "usage": usage}).encode()
+    try:
+        _, _, prompt, completion = answer(row(), raw)
+    except NotAnAnswer:
+        assert isinstance(usage, (str, list))
+    else:
+        assert (prompt, completion) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"choices": [1]}, {"choices": [{}]}, {"choices": [{"message": None}]}, {"data": [{}]}, {"data": 5},
+     {"output": [1]}, {"output": 5}, {}],
+)  # fmt: skip
+def test_an_unreadable_answer_is_none_and_breaks_every_schema(body: dict[str, object]) -> None:
+    assert answer_of(body) is None
+    assert check_output(body, lambda text: None) == "the answer has no text"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[]", b"{}", b'{"choices": 5}', b'{"choices": [{"index": 0}]}', b'{"choices": [{"index": 1}, {"index": 2}]}',
+     b'{"choices": [{}, {}]}', b'{"choices": [{"index": "a"}, {"index": 0}]}',
+     b'{"choices": [{"index": 0}, {"index": 1}], "usage": "x"}'],
+)  # fmt: skip
+def test_what_is_no_answer_to_a_pack(raw: bytes) -> None:
+    with pytest.raises(NotAnAnswer):
+        split([row(), row()], raw)
+
+
+def test_a_pack_is_split_in_the_order_of_its_rows() -> None:
+    items = [{"index": index, "message": {"content": f"answer {index}"}} for index in (2, 0, 1)]
+    raw = json.dumps({"id": "p", "choices": items, "usage": {"prompt_tokens": 9}}).encode()
+    bodies, prompt, completion = split([row(), row(), row()], raw)
+    assert [answer_of(json.loads(body)) for body in bodies] == ["answer 0", "answer 1", "answer 2"]
+    assert [json.loads(body)["choices"][0]["index"] for body in bodies] == [0, 0, 0]
+    assert (prompt, completion) == (9, 0)
