@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand, lazy_load_command
 
 if TYPE_CHECKING:
-    from airflow_provider_vllm.server.state import ServerState
+    from airflow_provider_vllm.server.state import GenerationDir, ServerState
 
 ME = "airflow_provider_vllm.cli"
 STATE_ROOT = Arg(("--state-root",), help="state root of the worker; default: [vllm] state_root")
@@ -64,13 +64,13 @@ def servers(args: argparse.Namespace) -> None:
     """List servers with state, model, GPUs, age, lease and owner task."""
     import json
 
-    found = [state for state in _states(args) if args.all or not state.settled]
+    found = [each for each in _states(args) if args.all or not each[1].settled]
     if args.json:
-        for state in found:
+        for _, state in found:
             print(json.dumps(state.to_json(), default=list))
         return
     rows: list[tuple[str, ...]] = [("ID", "STATE", "MODEL", "GPUS", "AGE", "LEASE", "TASK")]
-    rows += [_row(state, time.time()) for state in found]
+    rows += [_row(*each, time.time()) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print(
@@ -86,7 +86,7 @@ def stop(args: argparse.Namespace) -> None:
     from airflow_provider_vllm.server.stop import stop_server
 
     root = _root(args)
-    known = list(dict.fromkeys(state.server_id for state in _states(args) if not state.settled))
+    known = list(dict.fromkeys(state.server_id for _, state in _states(args) if not state.settled))
     if bool(args.ids) == bool(args.all):
         print("name the servers to stop, or use --all", file=sys.stderr)
         sys.exit(2)
@@ -138,14 +138,17 @@ def _root(args: argparse.Namespace) -> Any:
     return StateRoot(args.state_root) if args.state_root else worker.state_root()
 
 
-def _states(args: argparse.Namespace) -> list[ServerState]:
-    states = (directory.read() for directory in _root(args).every_generation())
-    return [state for state in states if state is not None]
+def _states(args: argparse.Namespace) -> list[tuple[GenerationDir, ServerState]]:
+    found = []
+    for directory in _root(args).every_generation():
+        if (state := directory.read()) is not None:
+            found.append((directory, state))
+    return found
 
 
-def _row(state: ServerState, now: float) -> tuple[str, ...]:
+def _row(directory: GenerationDir, state: ServerState, now: float) -> tuple[str, ...]:
     shown = state.state
-    if state.on_this_host and not state.settled and not state.supervisor_alive:
+    if state.on_this_host and not state.settled and not directory.supervised(state):
         shown = f"{state.state} (supervisor gone)"
     lease = "-" if state.settled or not state.lease_until else _span(state.lease_until - now)
     return (

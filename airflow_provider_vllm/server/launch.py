@@ -21,7 +21,7 @@ from airflow_provider_vllm.environment import allowed
 from airflow_provider_vllm.exceptions import InvalidSpec, ServerError
 from airflow_provider_vllm.server import gpus as gpu_list
 from airflow_provider_vllm.server.handle import ServerHandle
-from airflow_provider_vllm.server.order import Order, new_key, port_is_taken
+from airflow_provider_vllm.server.order import Order, check_key, new_key, port_is_taken
 from airflow_provider_vllm.server.processes import ProcessId
 from airflow_provider_vllm.server.readiness import start_error
 from airflow_provider_vllm.server.state import (
@@ -75,12 +75,13 @@ def launch(
                 f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. "
                 f"`ss -ltnp 'sport = :{spec.port}'` names it. End it, or use port=0 for a free port."
             )
+        key = check_key(options.key) if options.key else new_key()
         # After the earlier starts are gone: what they held must not count as missing.
         python = check(spec, root, options)
         directory = root.new_generation(server_id)
         number, _, nonce = directory.path.name.partition("-")
         order = Order(server_id, int(number), nonce, spec, python, options.owner, options.task)
-        write_private(directory.key_file, options.key or new_key())
+        write_private(directory.key_file, key)
         order.write(directory)
         current = _start_supervisor(directory, options)
     if current.state in ENDED_STATES:
