@@ -51,6 +51,7 @@ class RealLink(ForeignLink):
         url = f"http://127.0.0.1:{port}"
         until(lambda: self.process.poll() is not None or not is_healthy(Endpoint(url, "m")), 180)
         assert self.process.poll() is None, self._log.read_text()[-2000:]
+        self._mapped = {path for pid in self.processes("") for path in shared_memory(pid)}
         return url
 
     def processes(self, name: str) -> list[int]:
@@ -72,12 +73,11 @@ class RealLink(ForeignLink):
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
-        mapped = {path for pid in self.processes("") for path in shared_memory(pid)}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         until(lambda: not self.processes(""))
-        for path in mapped:
+        for path in self._mapped:
             path.unlink(missing_ok=True)
 
     def recover(self, reason: str) -> Endpoint:
