@@ -116,7 +116,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         spec = self._batch_spec()
         journal_dir = self._journal_dir(context)
         with self.interruptible():  # a large input is read to its end
-            check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+            checked = check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
         link = self._link(context)
         try:
             with self.interruptible(link.abandon):
@@ -126,6 +126,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
                     journal_dir=journal_dir,
                     log=logging.getLogger(__name__),
                     to_path=to_path,
+                    checked=checked,
                 )
         except NoFreeGpu as exc:
             reschedule(exc, self._server_spec(), context, self.log)

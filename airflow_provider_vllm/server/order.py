@@ -21,6 +21,9 @@ from airflow_provider_vllm.server.processes import ProcessId
 from airflow_provider_vllm.server.state import GenerationDir, read_json, write_json
 from airflow_provider_vllm.spec import ServerSpec
 
+# A line for each request, our own looks included, costs the server time and buries its log.
+ACCESS_LOG = "disable_uvicorn_access_log"
+
 
 @dataclass(frozen=True)
 class Order:
@@ -61,8 +64,10 @@ class Order:
             f"--served-model-name={spec.served_model_name}",
             f"--host={spec.host}",
             f"--port={port}",
-            *spec.engine_argv(),
         ]
+        if Options.of(spec.engine_args).get(ACCESS_LOG) is None:
+            words.append("--" + ACCESS_LOG.replace("_", "-"))
+        words += spec.engine_argv()
         return words + _lora_words(spec)
 
     def environ(

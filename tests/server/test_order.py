@@ -63,15 +63,22 @@ def test_the_command_line() -> None:
         "serve",
         "org/model",
     ]
-    assert words[5:10] == [
+    assert words[5:11] == [
         "--served-model-name=name",
         "--host=127.0.0.1",
         "--port=8000",
+        "--disable-uvicorn-access-log",
         "--max-model-len=1",
         "--enforce-eager",
     ]
     assert words[-2:] == ["--lora-modules", "one=--not-an-option"]
     assert "--enable-lora" in words
+
+
+def test_the_access_log_can_be_had() -> None:
+    spec = ServerSpec("m", engine_args={"disable-uvicorn-access-log": False})
+    words = order(spec).command(8000)
+    assert [word for word in words if "access-log" in word] == ["--no-disable-uvicorn-access-log"]
 
 
 def test_a_command_of_the_users_own() -> None:
