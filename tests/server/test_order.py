@@ -75,6 +75,7 @@ def test_the_command_line() -> None:
     assert "--enable-lora" in words
 
 
+@pytest.mark.usefixtures("normal_vllm")
 def test_the_access_log_can_be_had() -> None:
     spec = ServerSpec("m", engine_args={"disable-uvicorn-access-log": False})
     words = order(spec).command(8000)
