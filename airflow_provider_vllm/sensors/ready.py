@@ -23,7 +23,8 @@ class VllmServerReadySensor(BaseSensorOperator):
     :param server: a handle from StartVllmServerOperator, or
     :param vllm_conn_id: a connection of type `vllm`, whose server is asked until it answers.
 
-    Modes poke and reschedule. XCom: the handle, completed with the server's URL.
+    Modes poke (looks every 5 s) and reschedule (every 30 s: Airflow may take some seconds to hear that a
+    look is over, and a task that is queued again before that counts as lost by its executor). XCom: the handle, completed with the server's URL.
     """
 
     template_fields: Sequence[str] = ("server",)
@@ -34,10 +35,13 @@ class VllmServerReadySensor(BaseSensorOperator):
         *,
         server: Mapping[str, Any] | XComArg | None = None,
         vllm_conn_id: str | None = None,
-        poke_interval: float = 5,
+        mode: str = "poke",
+        poke_interval: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(poke_interval=poke_interval, **kwargs)
+        if poke_interval is None:
+            poke_interval = 30 if mode == "reschedule" else 5
+        super().__init__(mode=mode, poke_interval=poke_interval, **kwargs)
         if (server is None) == (vllm_conn_id is None):
             raise InvalidInput(
                 f"VllmServerReadySensor {self.task_id!r}: give exactly one of server and vllm_conn_id."

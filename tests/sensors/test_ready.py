@@ -95,3 +95,9 @@ def test_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting.poke(context_of()) is False
     with ThreadedEndpoint(port=port):
         assert waiting.poke(context_of()) is True
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("poke", 5), ("reschedule", 30)])
+def test_how_often_it_looks(mode: str, seconds: float) -> None:
+    assert sensor({}, mode=mode).poke_interval == seconds
+    assert sensor({}, mode=mode, poke_interval=7).poke_interval == 7

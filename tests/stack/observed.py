@@ -178,6 +178,15 @@ def written(act: Callable[[], T]) -> T:
         return act()
 
 
+def no_strays(stack: AirflowStack, within: float = 10.0) -> None:
+    """Raises AssertionError unless nothing lives beside Airflow's parts. These themselves start
+    processes that are nobody's child for a moment."""
+    deadline = time.monotonic() + within
+    while left := stack.strays():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
 def held_locks(folder: Path) -> list[str]:
     """Lock files in a folder that somebody holds."""
     held = []

@@ -16,6 +16,7 @@ import pytest
 
 from scripts.airflow_stack import AirflowStack
 from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
+from tests.stack.observed import no_strays
 
 pytestmark = [pytest.mark.stack, pytest.mark.vllm]
 
@@ -24,7 +25,7 @@ KEY = "s3cret-k3y"
 # The run of a day is made at 3 in the next morning; its data are those of the day before.
 DAYS = {
     "2026-03-01": ("2026-03-02T03:00:00Z", ["What is the capital of Italy?"]),
-    "2026-03-02": ("2026-03-03T03:00:00Z", ["What is the capital of Spain?", "Say hello."]),
+    "2026-03-02": ("2026-03-03T03:00:00Z", ["What is the capital of Japan?", "Say hello."]),
 }
 
 
@@ -66,7 +67,7 @@ def runs(shared_airflow: AirflowStack) -> Iterator[Runs]:
     for logical_date, _ in DAYS.values():
         runs.make("example_scheduled_files", logical_date=logical_date)
     yield runs
-    assert shared_airflow.strays() == []
+    no_strays(shared_airflow)
 
 
 def test_one_task_answers_with_paris(runs: Runs) -> None:
@@ -90,7 +91,7 @@ def test_two_batches_on_a_shared_server(runs: Runs) -> None:
     assert len(runs.states("example_shared_server")) == 4
     questions = runs.xcom("example_shared_server", "questions")
     assert "Rome" in questions[0]
-    assert "Madrid" in questions[1]
+    assert "Berlin" in questions[1]
     assert len(runs.xcom("example_shared_server", "rephrase")) == 2
     handle = runs.xcom("example_shared_server", "start_vllm_server")
     assert "stop_vllm_server" in runs.states("example_shared_server")
@@ -106,7 +107,7 @@ def test_each_day_has_its_own_file(runs: Runs) -> None:
         manifest = json.loads((runs.data / f"{day}.answers.jsonl.manifest.json").read_text())
         assert manifest["input"] == [str(runs.data / f"{day}.jsonl")]
     assert "Rome" in (runs.data / "2026-03-01.answers.jsonl").read_text()
-    assert "Madrid" in (runs.data / "2026-03-02.answers.jsonl").read_text()
+    assert "Tokyo" in (runs.data / "2026-03-02.answers.jsonl").read_text()
 
 
 def test_the_asset_triggers_the_readers_with_the_manifests(runs: Runs) -> None:

@@ -19,7 +19,7 @@ import pytest
 from airflow_provider_vllm.server.processes import ProcessId, identity_of, read_stat
 from scripts.airflow_stack import AirflowStack
 from tests.server.conftest import fake_spec
-from tests.stack.observed import KILL_S, Observed
+from tests.stack.observed import KILL_S, Observed, no_strays
 
 pytestmark = pytest.mark.stack
 
@@ -90,7 +90,7 @@ def outcomes(
             for name in selected
         }
     yield running
-    assert shared_airflow.strays() == []
+    no_strays(shared_airflow)
 
 
 def answers_of(run: Observed, task_id: str = "work") -> list[str]:
@@ -323,7 +323,7 @@ def the_sensor_waits_in_poke_mode(scene: Scene) -> None:
 
 @scenario
 def the_sensor_waits_in_reschedule_mode(scene: Scene) -> None:
-    run = scene.run("vllm_sensor_reschedule", {"start_s": 14})
+    run = scene.run("vllm_sensor_reschedule", {"start_s": 9})
     assert run.finish() == "success"
     assert "up_for_reschedule" in run.seen["ready"]
     assert answers_of(run) == QUICK

@@ -73,9 +73,7 @@ def vllm_sensor_poke() -> None:
 
 @dag(**SETTINGS)
 def vllm_sensor_reschedule() -> None:
-    # Shorter than the scheduler's own pace, a task is queued again before its last end was seen, and
-    # Airflow takes it for one that its executor lost.
-    waiting("reschedule", 5)
+    waiting("reschedule", 10)
 
 
 vllm_shared()
