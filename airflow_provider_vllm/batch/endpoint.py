@@ -16,13 +16,15 @@ class Endpoint:
     """An OpenAI-compatible server that is ready.
 
     `base_url` ends before `/v1` (for example `http://127.0.0.1:8000`); `model` is the name to send; `api_key`
-    is kept out of `repr`. `owned` says whether the server is one of ours, that can be restarted.
+    is kept out of `repr`. `owned` says whether the server is one of ours, that can be restarted. `fingerprint`
+    changes with whatever can change an answer (weights, engine options, adapters); empty where unknown.
     """
 
     base_url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
     owned: bool = False
+    fingerprint: str = ""
 
 
 class ServerLink(Protocol):

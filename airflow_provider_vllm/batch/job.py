@@ -56,7 +56,7 @@ class Job:
         self._link, self._endpoint, self._log = link, endpoint, log
         self._to_path, self._on_progress = to_path, on_progress
         self._model = spec.model or endpoint.model
-        self._fingerprint = spec.fingerprint(endpoint.model)
+        self._fingerprint = spec.fingerprint(endpoint.model, endpoint.fingerprint)
         self._changed = 0
         self._began = time.monotonic()
         self._sent: float | None = None
@@ -66,7 +66,13 @@ class Job:
         spec, extent, journal = self._spec, self._checked.extent, self._journal
         earlier = self._resume()
         may_pack = spec.pack != 1 and (spec.endpoint != CHAT or health.is_vllm(self._endpoint))
-        maker = RowMaker(spec, self._endpoint.model, extent.rows or 0, pack=may_pack)
+        maker = RowMaker(
+            spec,
+            self._endpoint.model,
+            extent.rows or 0,
+            pack=may_pack,
+            server=self._endpoint.fingerprint,
+        )
         sender = Sender(
             spec,
             maker.rows(records(spec, self._checked.sources)),

@@ -1,7 +1,8 @@
 """A raw record in, a `Row` ready to be posted (or a `BadRow` that says why not) out.
 
 Invariants: a bad record spoils no other; the bytes of a `Row` are exactly what is sent, so that its key (a
-fingerprint of identity, URL and those bytes) changes when, and only when, the request changes.
+fingerprint of identity, server, URL and those bytes) changes when, and only when, the request or the server that
+is asked changes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,19 @@ URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in URLS}
 
 
 class RowMaker:
-    """Makes rows of one spec for one model. Not thread-safe: it remembers the custom ids that it has seen."""
+    """Makes rows of one spec for one model. Not thread-safe: it remembers the custom ids that it has seen.
+
+    `server` is the endpoint's fingerprint.
+    """
 
     def __init__(
-        self, spec: BatchSpec, model: str, expected: int = 0, *, pack: bool = False
+        self,
+        spec: BatchSpec,
+        model: str,
+        expected: int = 0,
+        *,
+        pack: bool = False,
+        server: str = "",
     ) -> None:
         self._spec = spec
         self._model = spec.model or model
@@ -49,6 +59,7 @@ class RowMaker:
         self._offset = spec.row_offset
         self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
         self._pack = pack
+        self._marks = {url: mark + server.encode() for url, mark in URL_MARKS.items()}
 
     def rows(self, records: Iterator[Record]) -> Iterator[Row | BadRow]:
         """One `Row` or `BadRow` a record, numbered from 0 in input order."""
@@ -107,7 +118,7 @@ class RowMaker:
             raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
         if len(sent) > self._limit:
             raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
-        mark = blake2b(identity + URL_MARKS[url] + sent, digest_size=8)
+        mark = blake2b(identity + self._marks[url] + sent, digest_size=8)
         row = Row(number, custom_id, url, sent, hexlify(mark.digest()))
         if self._pack:
             packing.prepare(row, body)

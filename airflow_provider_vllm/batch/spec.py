@@ -116,8 +116,11 @@ class BatchSpec:
         table = self.suffix in (".csv", ".parquet")
         return self.output_format or ("columns" if table else "openai")
 
-    def fingerprint(self, model: str) -> str:
-        """Hex digest of everything that decides what is sent for a given input."""
+    def fingerprint(self, model: str, server: str = "") -> str:
+        """Hex digest of everything that decides what is answered to a given input.
+
+        `model` is the endpoint's, `server` its fingerprint, where it has one.
+        """
         parts = {
             "endpoint": self.endpoint,
             "params": self.params,
@@ -128,6 +131,8 @@ class BatchSpec:
             "param_columns": list(self.param_columns),
             "output_schema": schema_of(self.output_schema),
         }
+        if server:
+            parts["server"] = server
         text = json.dumps(parts, sort_keys=True, default=repr)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

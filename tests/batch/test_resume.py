@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_changed_parameters_run_everything_anew(
     with caplog.at_level(logging.WARNING):
         result = run(spec(tmp_path, rows, **change), link, tmp_path)
     assert result.manifest.reused == 0
+    assert "The model or the parameters changed" in caplog.text
+
+
+def test_another_model_under_the_same_name_runs_everything_anew(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"p{index}"} for index in range(5)] + [batch_row("x", "named")]
+    link.endpoint = replace(link.endpoint, fingerprint="one")
+    run(spec(tmp_path, rows), link, tmp_path)
+    assert run(spec(tmp_path, rows), link, tmp_path).manifest.reused == 6
+    link.endpoint = replace(link.endpoint, fingerprint="two")
+    with pytest.raises(BatchFailed, match="the model or the parameters changed"):
+        run(spec(tmp_path, rows, on_changed_input="fail"), link, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert run(spec(tmp_path, rows), link, tmp_path).manifest.reused == 0
     assert "The model or the parameters changed" in caplog.text
 
 
