@@ -10,6 +10,7 @@ import orjson
 
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.columns import check_columns
+from airflow_provider_vllm.batch.journal import Journal, Meta
 from airflow_provider_vllm.batch.remote import journal_at
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
@@ -32,15 +33,20 @@ class Checked:
 
     sources: tuple[Source, ...]
     extent: Extent
+    owner: str = ""
 
 
 def check_inputs(
-    spec: BatchSpec, *, to_path: ToPath = local_path, journal_dir: str | None = None
+    spec: BatchSpec,
+    *,
+    to_path: ToPath = local_path,
+    journal_dir: str | None = None,
+    owner: str = "",
 ) -> Checked:
     """Read the input once and look at the output's place. Raises InvalidPrompts, naming what is wrong.
 
     `to_path` turns text into a path-like (`pathlib.Path`, `ObjectStoragePath`). `journal_dir` lets a retry recognise
-    the output of its own earlier try.
+    the output of its own earlier try; `owner` names what stays the same over tries (a task of a run).
     """
     sources = find_sources(spec, to_path)
     RowMaker(spec, "")  # raises for a template that cannot be used
@@ -48,14 +54,19 @@ def check_inputs(
     _check_output(spec, sources, to_path)
     extent = measure(spec, sources)
     check_columns(spec, sources)
-    _check_owner(spec, extent, to_path, journal_dir)
-    return Checked(sources, extent)
+    checked = Checked(sources, extent, owner)
+    _check_owner(
+        spec, checked, to_path, None if journal_dir is None else journal_at(journal_dir, to_path)
+    )
+    return checked
 
 
 def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath) -> None:
+    seen: list[tuple[str, Any]] = []
     for name, text in (
         ("output_path", spec.output_path),
         ("errors_path", results.errors_path(spec)),
+        ("the manifest of output_path", results.manifest_path(spec)),
     ):
         if text is None:
             continue
@@ -64,16 +75,29 @@ def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath)
             raise InvalidPrompts(
                 f"{name} is the input {text}: it would be overwritten; name another file"
             )
+        for other, known in seen:
+            if str(path) == str(known) or _same(path, known):
+                raise InvalidPrompts(f"{name} and {other} are one file, {text}; name another file")
+        seen.append((name, path))
         if not is_local(path):
             continue
         if path.is_dir():
             raise InvalidPrompts(f"{name} {text} is a directory; name a file in it")
-        if not path.parent.is_dir():
+        folder = results.target_of(path).parent
+        if not folder.is_dir():
             raise InvalidPrompts(
-                f"{name} {text}: the directory {path.parent} does not exist; create it first"
+                f"{name} {text}: the directory {folder} does not exist; create it first"
             )
-        if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
-            raise InvalidPrompts(f"{name} {text}: no permission to write in {path.parent}")
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            raise InvalidPrompts(f"{name} {text}: no permission to write in {folder}")
+    for (name, path), is_ours in zip(
+        seen[1:], (results.holds_error_rows, results.is_manifest), strict=False
+    ):
+        if not is_ours(path):
+            raise InvalidPrompts(
+                f"{name}: {path} exists and no batch has written it; it would be lost; move it, "
+                "or name another file"
+            )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -85,14 +109,38 @@ def _same(one: Any, other: Any) -> bool:
     return str(one) == str(other)
 
 
-def _check_owner(spec: BatchSpec, extent: Extent, to_path: ToPath, journal_dir: str | None) -> None:
-    """An output that exists must be of this input, or of an earlier try of this batch."""
+def meta_of(spec: BatchSpec, checked: Checked, fingerprint: str = "") -> Meta:
+    """What the journal of this batch says of it."""
+    return Meta(fingerprint, checked.extent.digest, spec.output_path, spec.paths, checked.owner)
+
+
+def check_journal(spec: BatchSpec, checked: Checked, journal: Journal) -> Meta | None:
+    """What the journal was written for. Raises InvalidPrompts where that is another batch's output.
+
+    Called before anything is started, and again under the journal's lock, since another may have begun in between.
+    """
+    meta = journal.read_meta()
+    if meta is None or spec.output_path is None:
+        return meta
+    if not meta.may_be_taken_by(meta_of(spec, checked)):
+        of = ", ".join(meta.inputs) or "another list of prompts"
+        by = f" of {meta.owner}" if meta.owner else ""
+        raise InvalidPrompts(
+            f"output_path {spec.output_path} belongs to another input ({of}{by}), as {journal.name}/meta.json says; "
+            "name another file, for example with {{ ds_nodash }} or the map index in it, or delete both"
+        )
+    return meta
+
+
+def _check_owner(
+    spec: BatchSpec, checked: Checked, to_path: ToPath, journal: Journal | None
+) -> None:
+    """An output or a journal that exists must be of this input, or of an earlier try of this batch."""
+    meta = None if journal is None else check_journal(spec, checked, journal)
     if spec.output_path is None or not to_path(spec.output_path).exists():
         return
-    if journal_dir is not None:
-        meta = journal_at(journal_dir, to_path).read_meta()
-        if meta is not None and meta.output_path == spec.output_path:
-            return
+    if meta is not None and meta.output_path == spec.output_path:
+        return
     try:
         found = orjson.loads(to_path(str(results.manifest_path(spec))).read_bytes())
         owner, digest = tuple(found["input"]), found["input_digest"]
@@ -103,7 +151,7 @@ def _check_owner(spec: BatchSpec, extent: Extent, to_path: ToPath, journal_dir: 
             f"output_path {spec.output_path} exists and has no manifest that says "
             "whose it is; delete it or name another"
         )
-    if owner != spec.paths or (not spec.paths and digest != extent.digest):
+    if owner != spec.paths or (not spec.paths and digest != checked.extent.digest):
         of = ", ".join(owner) or "another list of prompts"
         raise InvalidPrompts(
             f"output_path {spec.output_path} exists and belongs to another input ({of}); name another file, for "

@@ -89,7 +89,7 @@ def write_columns(
         if spec.suffix == ".parquet":
             written = _write_parquet(spec, sources, answers, file)
         else:
-            with results.compressed(file, spec.output_path.endswith(".gz")) as out:
+            with results.compressed(file, results.is_gz(spec.output_path)) as out:
                 write = _write_csv if spec.suffix == ".csv" else _write_jsonl
                 written = write(spec, sources, answers, out)
         if written != rows:

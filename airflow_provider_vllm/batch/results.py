@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,16 @@ def errors_path(spec: BatchSpec) -> str | None:
     if spec.errors_path or not spec.output_path:
         return spec.errors_path
     head, slash, name = spec.output_path.rpartition("/")
-    return f"{head}{slash}{name.removesuffix('.gz').rsplit('.', 1)[0]}.errors.jsonl"
+    return f"{head}{slash}{_plain(name).rsplit('.', 1)[0]}.errors.jsonl"
+
+
+def is_gz(text: str) -> bool:
+    """Whether a file of this name is gzipped; `.GZ` is too, as for an input."""
+    return text.lower().endswith(".gz")
+
+
+def _plain(name: str) -> str:
+    return name[:-3] if is_gz(name) else name
 
 
 def manifest_path(spec: BatchSpec) -> str | None:
@@ -72,6 +82,11 @@ def _position(journal: Journal, row: int) -> tuple[int, bool]:
     return found
 
 
+def target_of(path: Any) -> Any:
+    """Where a write to `path` goes: a local link stays, and its target is written."""
+    return path.resolve() if is_local(path) and path.is_symlink() else path
+
+
 @contextmanager
 def replacing(
     text: str, to_path: ToPath, before: Callable[[], None] = lambda: None
@@ -83,7 +98,7 @@ def replacing(
     A local one is written beside its place and renamed; a remote one is made in a local temporary file and
     uploaded whole, since an object appears when it is closed.
     """
-    path = to_path(text)
+    path = target_of(to_path(text))
     local = is_local(path)
     folder = path.parent if local else Path(tempfile.gettempdir())
     part = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.part"
@@ -143,7 +158,7 @@ def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) 
     text = errors_path(spec)
     if text is None:
         return None
-    with replacing(text, to_path) as file, compressed(file, text.endswith(".gz")) as out:
+    with replacing(text, to_path) as file, compressed(file, is_gz(text)) as out:
         for line in lines(journal, rows, ok=False):
             out.write(line + b"\n")
     return text
@@ -156,7 +171,7 @@ def write_lines(
     assert spec.output_path is not None
     with (
         replacing(spec.output_path, to_path, before) as file,
-        compressed(file, spec.output_path.endswith(".gz")) as out,
+        compressed(file, is_gz(spec.output_path)) as out,
     ):
         write = out.write
         for line in lines(journal, rows, ok=True):
@@ -178,7 +193,31 @@ def read_answers(journal: Journal, rows: int) -> tuple[list[Any], list[dict[str,
 
 
 def remove_stale(text: str | None, to_path: ToPath) -> None:
-    """An errors file of an earlier try, once there are no errors."""
-    if text is not None:
+    """An errors file of an earlier try, once there are no errors; a file of anybody else stays."""
+    if text is not None and holds_error_rows(to_path(text)):
         with contextlib.suppress(OSError):
             to_path(text).unlink(missing_ok=True)
+
+
+def holds_error_rows(path: Any) -> bool:
+    """Whether a file is missing, empty, or begins as the errors file of a batch does."""
+    found = _first_json(path, lambda file: file.readline(1 << 24))
+    return found is None or (isinstance(found, dict) and {"custom_id", "error"} <= found.keys())
+
+
+def is_manifest(path: Any) -> bool:
+    """Whether a file is missing, empty, or the manifest of a batch."""
+    found = _first_json(path, lambda file: file.read())
+    return found is None or (isinstance(found, dict) and {"input", "outcomes"} <= found.keys())
+
+
+def _first_json(path: Any, read: Callable[[Any], bytes]) -> Any:
+    """None without a file or anything in it; False where it is not JSON."""
+    try:
+        with path.open("rb") as raw:
+            text = read(gzip.GzipFile(fileobj=raw) if is_gz(str(path)) else raw)
+        return orjson.loads(text) if text.strip() else None
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, ValueError, zlib.error):
+        return False

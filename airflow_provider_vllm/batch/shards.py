@@ -221,16 +221,16 @@ def merge(
 
 
 def _join(parts: list[str], target: str, to_path: ToPath) -> None:
-    kinds = {PurePosixPath(part.removesuffix(".gz")).suffix for part in (*parts, target)}
+    kinds = {PurePosixPath(part.lower().removesuffix(".gz")).suffix for part in (*parts, target)}
     if len(kinds) > 1:
         raise InvalidInput(f"merge cannot turn one format into another: {', '.join(sorted(kinds))}")
     with results.replacing(target, to_path) as file:
         if kinds == {".parquet"}:
             _join_parquet(parts, file, to_path)
             return
-        with results.compressed(file, target.endswith(".gz")) as out:
+        with results.compressed(file, results.is_gz(target)) as out:
             for index, part in enumerate(parts):
-                source = Source(part, to_path(part), "text", part.endswith(".gz"))
+                source = Source(part, to_path(part), "text", results.is_gz(part))
                 with source.open() as opened:
                     if index and kinds == {".csv"}:
                         opened.readline()

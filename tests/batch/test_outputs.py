@@ -1,0 +1,67 @@
+"""Files that are there already: nobody else's is lost."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from airflow_provider_vllm.batch.run import check_inputs
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
+from tests.batch.helpers import ForeignLink, read_rows, run, write_rows
+
+GOOD = [{"prompt": "a"}, {"prompt": "b"}]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_errors_file_of_somebody_else_stays(
+    link: ForeignLink, tmp_path: Path, explicit: bool
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", GOOD)
+    theirs = tmp_path / ("mine.jsonl" if explicit else "report.errors.jsonl")
+    theirs.write_text('{"precious": 1}\n')
+    spec = BatchSpec(
+        input_path=str(source),
+        output_path=str(tmp_path / "report.jsonl"),
+        errors_path=str(theirs) if explicit else None,
+    )
+    with pytest.raises(InvalidPrompts, match="no batch has written it"):
+        run(spec, link, tmp_path)
+    assert theirs.read_text() == '{"precious": 1}\n'
+
+
+def test_a_manifest_is_neither_the_input_nor_a_file_of_somebody_else(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "o.jsonl.manifest.json", GOOD)
+    output = str(tmp_path / "o.jsonl")
+    with pytest.raises(InvalidPrompts, match="manifest of output_path is the input"):
+        check_inputs(BatchSpec(input_path=str(source), output_path=output))
+    with pytest.raises(InvalidPrompts, match="no batch has written it"):
+        check_inputs(BatchSpec(prompts=["a"], output_path=output))
+
+
+def test_the_outputs_are_different_files(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", GOOD)
+    output = str(tmp_path / "o.jsonl")
+    for errors in (output, f"{tmp_path}/./o.jsonl", f"{output}.manifest.json"):
+        with pytest.raises(InvalidInput):
+            check_inputs(BatchSpec(input_path=str(source), output_path=output, errors_path=errors))
+
+
+def test_a_linked_output_stays_a_link(link: ForeignLink, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", GOOD)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "there" / "real.jsonl")
+    run(BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl")), link, tmp_path)
+    assert (tmp_path / "out.jsonl").is_symlink()
+    assert len(read_rows(tmp_path / "there" / "real.jsonl")) == 2
+
+
+def test_gz_in_capitals_is_compressed(link: ForeignLink, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [*GOOD, {"prompt": "[[status 400]]"}])
+    target = tmp_path / "x.jsonl.GZ"
+    spec = BatchSpec(input_path=str(source), output_path=str(target), max_error_rate=1)
+    result = run(spec, link, tmp_path)
+    assert len(gzip.decompress(target.read_bytes()).splitlines()) == 2
+    assert result.manifest.errors_path == str(tmp_path / "x.errors.jsonl")
