@@ -23,8 +23,9 @@ class VllmServerReadySensor(BaseSensorOperator):
     :param server: a handle from StartVllmServerOperator, or
     :param vllm_conn_id: a connection of type `vllm`, whose server is asked until it answers.
 
-    Modes poke (looks every 5 s) and reschedule (every 30 s: Airflow may take some seconds to hear that a
-    look is over, and a task that is queued again before that counts as lost by its executor). XCom: the handle, completed with the server's URL.
+    Modes poke (looks every 5 s) and reschedule (every 30 s: Airflow may take some seconds to hear that
+    a look is over, and a task that is queued again before that counts as lost by its executor).
+    XCom: the handle, completed with the server's URL.
     """
 
     template_fields: Sequence[str] = ("server",)
