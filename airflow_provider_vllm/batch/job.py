@@ -12,10 +12,10 @@ import orjson
 
 from airflow_provider_vllm.batch import health, packing, results
 from airflow_provider_vllm.batch.api import CHAT
-from airflow_provider_vllm.batch.check import Checked
+from airflow_provider_vllm.batch.check import Checked, meta_of
 from airflow_provider_vllm.batch.columns import write_columns
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
-from airflow_provider_vllm.batch.journal import Earlier, Journal, Meta
+from airflow_provider_vllm.batch.journal import Earlier, Journal
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.progress import Progress
 from airflow_provider_vllm.batch.row import Row
@@ -120,9 +120,9 @@ class Job:
 
     def _resume(self) -> Earlier | None:
         """What earlier tries answered; says so, and obeys `on_changed_input`."""
-        spec, journal, extent = self._spec, self._journal, self._checked.extent
+        spec, journal = self._spec, self._journal
         meta = journal.read_meta()
-        now = Meta(self._fingerprint, extent.digest, spec.output_path)
+        now = meta_of(spec, self._checked, self._fingerprint)
         earlier = journal.earlier()
         answered = earlier.answers
         if meta is not None and len(answered):

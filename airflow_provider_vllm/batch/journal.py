@@ -38,11 +38,31 @@ PROVEN = 1000
 
 @dataclass(frozen=True)
 class Meta:
-    """What the journal was written for."""
+    """What the journal was written for, and whose it is.
+
+    `input` is the digest of the input, `inputs` its paths as given, `owner` a name of the task's run, where it has one.
+    """
 
     fingerprint: str
     input: str
     output_path: str | None
+    inputs: tuple[str, ...] = ()
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(self.inputs))  # JSON has lists
+
+    def may_be_taken_by(self, other: Meta) -> bool:
+        """Whether `other` is the same batch again: of the same owner, or else of the same input paths.
+
+        Lists of prompts have no path: those of two known owners must have the same content.
+        """
+        if self.owner and self.owner == other.owner:
+            return True
+        if self.inputs != other.inputs:
+            return False
+        unnamed = not (self.owner and other.owner)
+        return bool(self.inputs) or unnamed or self.input == other.input
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from airflow_provider_vllm.batch.check import Checked, check_inputs
+from airflow_provider_vllm.batch.check import Checked, check_inputs, check_journal
 from airflow_provider_vllm.batch.endpoint import ServerLink
 from airflow_provider_vllm.batch.job import BatchResult, Job
 from airflow_provider_vllm.batch.remote import journal_at
@@ -30,18 +31,22 @@ def run_batch(
     on_progress: Callable[[dict[str, Any]], None] | None = None,
     to_path: ToPath = local_path,
     checked: Checked | None = None,
+    owner: str = "",
 ) -> BatchResult:
     """Send every row that has no good answer yet, and write the results.
 
     `checked` is what `check_inputs` gave for this spec, so that the input is not read once more.
+    `owner` names what stays the same over the tries of one batch: the output of another is never overwritten.
     Blocks in the calling thread, which must be the one that signal handlers raise in. Raises
     InvalidPrompts before anything is sent, BatchFailed (with the manifest) by the verdict rules,
     ServerError where `link` cannot connect.
     """
-    checked = checked or check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+    checked = checked or check_inputs(spec, to_path=to_path, journal_dir=journal_dir, owner=owner)
+    checked = replace(checked, owner=owner or checked.owner)
     journal = journal_at(journal_dir, to_path)
     journal.open(checked.extent.rows or 0)
     try:
+        check_journal(spec, checked, journal)
         endpoint = link.connect()
         return Job(spec, checked, journal, link, endpoint, log, to_path, on_progress).run()
     finally:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
 from tests.fakes.endpoint import ThreadedEndpoint
 
@@ -88,6 +89,52 @@ def test_another_model_under_the_same_name_runs_everything_anew(
     with caplog.at_level(logging.WARNING):
         assert run(spec(tmp_path, rows), link, tmp_path).manifest.reused == 0
     assert "The model or the parameters changed" in caplog.text
+
+
+def test_the_output_of_another_input_is_not_overwritten(link: ForeignLink, tmp_path: Path) -> None:
+    one, other = (
+        BatchSpec(
+            input_path=str(write_rows(tmp_path / f"{name}.jsonl", [{"prompt": name}])),
+            output_path=str(tmp_path / "out.jsonl"),
+        )
+        for name in ("one", "other")
+    )
+    run(one, link, tmp_path, owner="run 1")
+    written = (tmp_path / "out.jsonl").read_bytes()
+    for output_exists in (True, False):
+        with pytest.raises(
+            InvalidPrompts, match=r"belongs to another input \(.*one.jsonl of run 1"
+        ):
+            run(other, link, tmp_path, owner="run 2")
+        with pytest.raises(InvalidPrompts, match="belongs to another input"):
+            run(other, link, tmp_path)
+        if output_exists:
+            assert (tmp_path / "out.jsonl").read_bytes() == written
+            (tmp_path / "out.jsonl").unlink()
+    assert run(one, link, tmp_path, owner="run 1").manifest.reused == 1
+    assert run(one, link, tmp_path).manifest.reused == 1
+    run(one, link, tmp_path, owner="run 1")
+    assert run(other, link, tmp_path, owner="run 1").manifest.reused == 0, "its own to change"
+
+
+def test_lists_of_two_owners_do_not_share_an_output(link: ForeignLink, tmp_path: Path) -> None:
+    one = BatchSpec(prompts=["a"], output_path=str(tmp_path / "out.jsonl"))
+    run(one, link, tmp_path, owner="map 0")
+    with pytest.raises(InvalidPrompts, match="another list of prompts of map 0"):
+        run(one.replace(prompts=["b"]), link, tmp_path, owner="map 1")
+    assert run(one, link, tmp_path, owner="map 0").manifest.reused == 1
+
+
+def test_whose_the_journal_is_is_looked_at_again_under_its_lock(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    first = spec(tmp_path, [{"prompt": "a"}])
+    source = write_rows(tmp_path / "late.jsonl", [{"prompt": "b"}])
+    late = first.replace(input_path=str(source))
+    checked = check_inputs(late, journal_dir=str(tmp_path / "journal"), owner="late")
+    run(first, link, tmp_path, owner="first")
+    with pytest.raises(InvalidPrompts, match="belongs to another input"):
+        run(late, link, tmp_path, checked=checked)
 
 
 def test_rows_with_a_custom_id_may_move(
