@@ -68,7 +68,7 @@ def prepare(row: Row, body: dict[str, Any]) -> None:
     if row.url != CHAT and not isinstance(prompt, str):
         return
     rest = {key: value for key, value in body.items() if key != name}
-    row.prompt, row.params = prompt, orjson.dumps(rest)
+    row.prompt, row.params = prompt, orjson.dumps(rest, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def is_short(row: Row) -> bool:
@@ -90,7 +90,7 @@ def join(rows: list[Row]) -> tuple[str, bytes]:
     """URL and body of one request for rows with equal `url` and `params`."""
     first = rows[0]
     name = PROMPT_FIELDS[first.url].encode()
-    prompts = orjson.dumps([row.prompt for row in rows])
+    prompts = orjson.dumps([row.prompt for row in rows], option=orjson.OPT_SERIALIZE_NUMPY)
     assert first.params is not None
     comma = b"," if len(first.params) > 2 else b""
     return PACKABLE[first.url], first.params[:-1] + comma + b'"%b":%b}' % (name, prompts)

@@ -59,6 +59,7 @@ class RowMaker:
         self._offset = spec.row_offset
         self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
         self._pack = pack
+        self._from_file = spec.prompts is None
         self._marks = {url: mark + server.encode() for url, mark in URL_MARKS.items()}
 
     def rows(self, records: Iterator[Record]) -> Iterator[Row | BadRow]:
@@ -91,29 +92,30 @@ class RowMaker:
         )
 
     def _make(self, number: int, value: Any) -> Row:
+        table = self._from_file and not isinstance(value, bytes)
         if isinstance(value, bytes):
             try:
                 value = orjson.loads(value)
             except orjson.JSONDecodeError as error:
                 raise RowError("invalid_json", f"not JSON: {error}") from None
         if isinstance(value, dict):
-            if "body" in value and ("custom_id" in value or "url" in value or "method" in value):
+            if not table and _is_batch_row(value):
                 return self._batch_row(number, value)
-            if "url" in value and "custom_id" in value and "method" in value:
-                raise RowError("invalid_row", "body is missing", "body")
-            body = self._plain(value)
+            body = self._plain(value, table)
         elif isinstance(value, RecordError):
             raise value
+        elif self._template is not None and isinstance(value, str):
+            body = self._prompt(self._template.fill({"prompt": value}))
         else:
             body = self._prompt(value)
-        identity = b"%d" % (number + self._offset)
+        identity = b"#%d" % (number + self._offset)
         return self._row(number, self.default_id(number), self._url, body, identity)
 
     def _row(
         self, number: int, custom_id: str, url: str, body: dict[str, Any], identity: bytes
     ) -> Row:
         try:
-            sent = orjson.dumps(body)
+            sent = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         except (TypeError, orjson.JSONEncodeError) as error:
             raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
         if len(sent) > self._limit:
@@ -137,6 +139,8 @@ class RowMaker:
         url = PATHS.get(asked) if isinstance(asked, str) else None
         if url is None:
             raise RowError("invalid_url", f"url is {asked!r}; known are {', '.join(URLS)}", "url")
+        if "body" not in value:
+            raise RowError("invalid_row", "body is missing", "body")
         body = value["body"]
         if not isinstance(body, dict):
             raise RowError("invalid_body", f"body is {_kind(body)}, not an object", "body")
@@ -146,7 +150,7 @@ class RowMaker:
             body = {"model": self._model, **self._spec.params, **body}
         self._finish(url, body)
         try:
-            identity = custom_id.encode()
+            identity = b"=" + custom_id.encode()
         except UnicodeEncodeError:
             raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
         if not self._seen.add(hash(custom_id)):
@@ -157,16 +161,17 @@ class RowMaker:
             )
         return self._row(number, custom_id, url, body, identity)
 
-    def _plain(self, value: dict[str, Any]) -> dict[str, Any]:
-        """A body from a row of columns."""
+    def _plain(self, value: dict[str, Any], table: bool) -> dict[str, Any]:
+        """A body from a row of columns; in a `table` (CSV, Parquet) an empty parameter is none."""
         spec = self._spec
         extra: dict[str, Any] = {}
         own = value.get("params")
         if isinstance(own, dict):
             extra.update(own)
         for name in spec.param_columns:
-            if value.get(name) is not None:
-                extra[name] = _number(value[name])
+            cell = value.get(name)
+            if cell is not None and not (table and isinstance(cell, str) and not cell.strip()):
+                extra[name] = _number(cell)
         if extra.get("stream"):
             raise RowError("stream", "stream is true; a batch does not stream", "params.stream")
         if (pairs := PAIR_FIELDS.get(self._url)) is not None:
@@ -203,7 +208,9 @@ class RowMaker:
             raise RowError(
                 "invalid_row", f"{url} needs rows with columns, not {_kind(prompt)}", field
             )
-        if prompt == "":
+        if not isinstance(prompt, str) and hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # numpy
+        if isinstance(prompt, str) and not prompt:
             raise RowError("invalid_prompt", f"{field} is empty", field)
         if url == CHAT and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -234,7 +241,7 @@ class RowMaker:
                     *messages,
                 ]
         elif (name := PROMPT_FIELDS.get(url)) is not None:
-            if not body.get(name):
+            if _is_empty(body.get(name)):
                 raise RowError("invalid_prompt", f"{name} is missing or empty", name)
             if url == RESPONSES and self._spec.system_prompt is not None:
                 body.setdefault("instructions", self._spec.system_prompt)
@@ -268,6 +275,18 @@ def _number(value: Any) -> Any:
         except ValueError:
             continue
     return value
+
+
+def _is_batch_row(value: dict[str, Any]) -> bool:
+    """Whether a row is of OpenAI's batch format; `body` alone is a column like any other."""
+    known = "url" in value and "method" in value
+    if "custom_id" in value and known:
+        return True
+    return isinstance(value.get("body"), dict) and ("custom_id" in value or known)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, dict, int, float)) and not value)
 
 
 def _is_utf8(text: str) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from airflow_provider_vllm.exceptions import InvalidInput
+
+CONVERSIONS: dict[str, Callable[[Any], str]] = {"r": repr, "s": str, "a": ascii}
 
 
 class RowError(Exception):
@@ -31,6 +34,9 @@ class Template:
             raise InvalidInput(
                 f"prompt_template: {error}; write {{{{ and }}}} for braces that stay"
             ) from error
+        for _, _, conversion, _ in self._parts:
+            if conversion and conversion not in CONVERSIONS:
+                raise InvalidInput(f"prompt_template: !{conversion} is unknown; use !r, !s or !a")
         names = [name for _, name, _, _ in self._parts if name is not None]
         if not names:
             raise InvalidInput("prompt_template names no column, so every prompt would be the same")
@@ -51,7 +57,7 @@ class Template:
             value = columns[name]
             if value is None:
                 raise RowError("null_prompt", f"column {name} of prompt_template is null", name)
-            value = repr(value) if conversion == "r" else value
+            value = CONVERSIONS[conversion](value) if conversion else value
             try:
                 out.append(
                     format(value, spec)

@@ -75,6 +75,51 @@ def test_templates_and_prompt_columns(tmp_path: Path) -> None:
     assert prompts(spec(path, prompt_column="body")) == ["alpha", "beta"]
 
 
+def test_a_template_is_filled_with_text_prompts_too(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\n")
+    (tmp_path / "in.jsonl").write_text('"b"\n')
+    paths = (tmp_path / "in.txt", tmp_path / "in.jsonl")
+    assert prompts(spec(*paths, prompt_template="Say {prompt}!")) == ["Say a!", "Say b!"]
+    assert prompts(BatchSpec(prompts=["c"], prompt_template="Say {prompt}!")) == ["Say c!"]
+
+
+def test_a_column_named_body_makes_no_batch_row(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("custom_id,method,url,body,prompt\n1,POST,u,text,a\n")
+    write_rows(
+        tmp_path / "in.jsonl",
+        [{"url": "http://x", "body": "text", "prompt": "b"}, {"custom_id": "1", "body": "text", "prompt": "c"},
+         {"method": "x", "body": {"k": 1}, "prompt": "d"}, {"custom_id": "1", "body": batch_row("", "e")["body"]}],
+    )  # fmt: skip
+    assert prompts(spec(tmp_path / "in.csv", tmp_path / "in.jsonl")) == ["a", "b", "c", "d", "e"]
+    filled = prompts(spec(tmp_path / "in.csv", prompt_template="{body}"))
+    assert filled == ["text"]
+
+
+def test_numpy_values_are_sent_as_numbers() -> None:
+    import orjson
+
+    numpy = pytest.importorskip("numpy")
+    rows = [
+        numpy.str_("a"),
+        {"prompt": "b", "params": {"top_p": numpy.float32(0.5)}},
+        {"prompt": numpy.array([1, 2])},
+    ]
+    one = BatchSpec(prompts=rows, endpoint="completions", params={"max_tokens": numpy.int64(5)})
+    made = list(RowMaker(one, "m", pack=True).rows(records(one, ())))
+    bodies = [orjson.loads(row.body) for row in made if isinstance(row, Row)]
+    assert [body["prompt"] for body in bodies] == ["a", "b", [1, 2]]
+    assert (bodies[1]["max_tokens"], bodies[1]["top_p"]) == (5, 0.5)
+
+
+def test_the_number_of_a_row_and_a_custom_id_never_meet() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    for name in ("0", "#0"):
+        named = {"custom_id": name, "body": body}
+        one = [BatchSpec(prompts=rows) for rows in (["a"], [named])]
+        keys = [next(RowMaker(each, "m").rows(records(each, ()))).key for each in one]
+        assert keys[0] != keys[1]
+
+
 def test_a_template_meets_a_row_without_the_column(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [{"a": 1}, {"b": 2}, {"a": None}])
     rows = RowMaker(spec(path, prompt_template="{a}"), "m").rows(
@@ -92,6 +137,7 @@ def test_parameters_in_columns(tmp_path: Path) -> None:
     rows = list(RowMaker(one, "m").rows(records(one, find_sources(one, local_path))))
     bodies = [orjson.loads(row.body) for row in rows if isinstance(row, Row)]
     assert (bodies[0]["temperature"], bodies[0]["max_tokens"]) == (0.5, 8)
+    assert "temperature" not in bodies[1] and bodies[1]["max_tokens"] == 99
 
 
 def test_keys_follow_what_is_sent_and_nothing_else() -> None:

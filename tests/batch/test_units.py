@@ -17,6 +17,7 @@ from airflow_provider_vllm.batch.progress import Progress, clock
 from airflow_provider_vllm.batch.signals import Stats
 from airflow_provider_vllm.batch.template import RowError, Template
 from airflow_provider_vllm.batch.verdict import backoff, reason_to_fail
+from airflow_provider_vllm.exceptions import InvalidInput
 
 
 def test_a_set_of_integers_is_a_set() -> None:
@@ -169,5 +170,8 @@ def test_templates() -> None:
         Template("{a!r} {{}} {b} {c}").fill({"a": "x", "b": {"k": 1}, "c": 5})
         == "'x' {} {\"k\":1} 5"
     )
+    assert Template("{a!s:>3}|{a!a}|{b!s}").fill({"a": "ü", "b": [1]}) == "  ü|'\\xfc'|[1]"
+    with pytest.raises(InvalidInput, match="!x is unknown"):
+        Template("{a!x}")
     with pytest.raises(RowError, match="cannot be formatted"):
         Template("{a:d}").fill({"a": "text"})
