@@ -6,8 +6,11 @@ every row of the input is in the output, in order; a failed one has a null answe
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -18,9 +21,12 @@ from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.sources import (
+    Damaged,
     RecordError,
     Source,
     ToPath,
+    measure,
+    parquet_batches,
     parquet_file,
     records,
 )
@@ -28,21 +34,52 @@ from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 
 ROWS_A_GROUP = 1024
+PUT_BACK = "every answer is kept in the journal; put the input back and retry"
 End = tuple[Any, "str | None"]
 
 
+class Unfit(Exception):
+    """A value that its Parquet column cannot hold; the message names row and column."""
+
+
 def check_columns(spec: BatchSpec, sources: tuple[Source, ...]) -> None:
-    """The added columns must not be there already. Raises InvalidPrompts."""
+    """The added columns must not be there already, in any row. Raises InvalidPrompts."""
     if spec.output_path is None or spec.form != "columns":
         return
     if spec.suffix == ".parquet":
         _pyarrow()
-    first = next(iter(columns_of_records(spec, sources)), {})
-    for name in (spec.answer_column, spec.error_column):
-        if name in first:
-            raise InvalidPrompts(
-                f"the input has a column {name} already; set answer_column or error_column to another name"
-            )
+        if _all_parquet(sources):
+            parquet_schema(sources)
+    added = (spec.answer_column, spec.error_column)
+    for source, line, value in _heads(spec, sources, added):
+        for name in added:
+            if name in value:
+                raise InvalidPrompts(
+                    f"the input has a column {name} already ({source}, row {line}); "
+                    "set answer_column or error_column to another name"
+                )
+
+
+def _heads(
+    spec: BatchSpec, sources: tuple[Source, ...], added: tuple[str, str]
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The rows that may have an added column: of a table the first, of lines those that hold the name."""
+    marks = [name.encode() for name in added]
+    parts: list[tuple[Source, ...]] = [(source,) for source in sources]
+    for part in parts or [()]:
+        table = bool(part) and part[0].format in ("csv", "parquet")
+        if part and part[0].format == "text":
+            continue
+        for source, line, value in records(spec, part):
+            if isinstance(value, bytes):
+                if not any(mark in value for mark in marks) and b"\\u" not in value:
+                    continue
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    value = orjson.loads(value)
+            if isinstance(value, dict):
+                yield source, line, value
+                if table:
+                    break
 
 
 def columns_of_records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[dict[str, Any]]:
@@ -54,7 +91,7 @@ def columns_of_records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator
             except orjson.JSONDecodeError:
                 value = RecordError("invalid_json", "not JSON")
         if isinstance(value, RecordError):
-            yield {}
+            yield value.columns
         elif isinstance(value, dict):
             yield value
         else:
@@ -81,22 +118,47 @@ def write_columns(
 ) -> None:
     """The output file; `before` as in `results.replacing`.
 
-    Raises BatchFailed where the input has changed since it was read first.
+    Raises BatchFailed where the input has changed since it was read first, or a value fits in no column.
     """
     assert spec.output_path is not None
-    with results.replacing(spec.output_path, to_path, before) as file:
-        answers = ends(journal, rows)
-        if spec.suffix == ".parquet":
-            written = _write_parquet(spec, sources, answers, file)
-        else:
-            with results.compressed(file, results.is_gz(spec.output_path)) as out:
-                write = _write_csv if spec.suffix == ".csv" else _write_jsonl
-                written = write(spec, sources, answers, out)
+
+    def unchanged() -> None:
+        meta = journal.read_meta()
+        if meta is not None and sources and measure(spec, sources).digest != meta.input:
+            raise BatchFailed(f"the input was changed while the batch ran; {PUT_BACK}")
+        before()
+
+    with results.replacing(spec.output_path, to_path, unchanged) as file:
+        try:
+            written = _write(spec, sources, journal, rows, file)
+        except (InvalidPrompts, Damaged) as error:
+            raise BatchFailed(f"the input cannot be read again: {error}; {PUT_BACK}") from error
         if written != rows:
             raise BatchFailed(
                 f"the input had {rows} rows when it was sent and has {written} now; it was changed while "
-                "the batch ran. Every answer is kept in the journal; put the input back and retry"
+                f"the batch ran; {PUT_BACK}"
             )
+
+
+def _write(
+    spec: BatchSpec, sources: tuple[Source, ...], journal: Journal, rows: int, file: Any
+) -> int:
+    """How many rows were written. A Parquet file whose values fit in no typed column gets text columns."""
+    if spec.suffix != ".parquet":
+        with results.compressed(file, results.is_gz(str(spec.output_path))) as out:
+            write = _write_csv if spec.suffix == ".csv" else _write_jsonl
+            return write(spec, sources, ends(journal, rows), out)
+    try:
+        return _write_parquet(spec, sources, ends(journal, rows), file)
+    except Unfit:
+        file.seek(0)
+        file.truncate()
+    try:
+        return _write_parquet(spec, sources, ends(journal, rows), file, as_text=True)
+    except Unfit as error:
+        raise BatchFailed(
+            f"{error}; every answer is kept in the journal; name the output .jsonl and retry"
+        ) from error
 
 
 def _merged(
@@ -111,7 +173,7 @@ def _write_jsonl(
 ) -> int:
     count = 0
     for row in _merged(spec, sources, answers):
-        out.write(orjson.dumps(row, default=str) + b"\n")
+        out.write(_json(row) + b"\n")
         count += 1
     return count
 
@@ -133,7 +195,20 @@ def _write_csv(
 
 
 def _cell(value: Any) -> Any:
-    return orjson.dumps(value).decode() if isinstance(value, (dict, list)) else value
+    return value if value is None or isinstance(value, (bool, float)) else _text(value)
+
+
+def _json(value: Any) -> bytes:
+    """JSON of what orjson cannot do, too: deep values, integers beyond 64 bits, lone surrogates."""
+    try:
+        return orjson.dumps(value, default=str)
+    except TypeError:  # orjson's JSONEncodeError is one
+        before = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(before, 10_000))
+        try:
+            return json.dumps(value, default=str).encode()
+        finally:
+            sys.setrecursionlimit(before)
 
 
 def _kinds(spec: BatchSpec, sources: tuple[Source, ...]) -> dict[str, str]:
@@ -141,12 +216,19 @@ def _kinds(spec: BatchSpec, sources: tuple[Source, ...]) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for row in columns_of_records(spec, sources):
         for name, value in row.items():
-            kind = "null" if value is None else type(value).__name__
+            kind = "null" if value is None else _kind(value)
             known = kinds.setdefault(name, kind)
             if kind not in (known, "null"):
                 numbers = {known, kind} == {"int", "float"}
                 kinds[name] = kind if known == "null" else "float" if numbers else "json"
     return kinds
+
+
+def _kind(value: Any) -> str:
+    """An integer that a column of 64 bits cannot hold is JSON."""
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        return "json"
+    return type(value).__name__
 
 
 def _pyarrow() -> Any:
@@ -161,27 +243,34 @@ def _pyarrow() -> Any:
 
 
 def _write_parquet(
-    spec: BatchSpec, sources: tuple[Source, ...], answers: Iterator[End], out: Any
+    spec: BatchSpec,
+    sources: tuple[Source, ...],
+    answers: Iterator[End],
+    out: Any,
+    as_text: bool = False,
 ) -> int:
     pa = _pyarrow()
     added = [
-        pa.field(spec.answer_column, _answer_type(pa, spec)),
+        pa.field(spec.answer_column, pa.string() if as_text else _answer_type(pa, spec)),
         pa.field(spec.error_column, pa.string()),
     ]
-    if sources and all(source.format == "parquet" for source in sources):
-        schema, tables = _parquet_tables(pa, sources)
+    tables: Iterable[Any]
+    if _all_parquet(sources):
+        schema = parquet_schema(sources)
+        tables = _parquet_tables(pa, sources, schema)
     else:
-        schema, tables = _made_tables(pa, spec, sources)
+        schema, tables = _made_tables(pa, spec, sources, as_text)
     count = 0
     with pa.parquet.ParquetWriter(out, pa.schema([*schema, *added], schema.metadata)) as writer:
         for table in tables:
             pairs = list(islice(answers, table.num_rows))
+            first = count
             count += table.num_rows
             if len(pairs) < table.num_rows:
                 break
             for index, field in enumerate(added):
-                values = [_typed(pa, pair[index], field.type) for pair in pairs]
-                table = table.append_column(field, pa.array(values, field.type))
+                values = [pair[index] for pair in pairs]
+                table = table.append_column(field, _array(pa, field, values, first))
             writer.write_table(table)
     return count
 
@@ -191,46 +280,83 @@ def _answer_type(pa: Any, spec: BatchSpec) -> Any:
     return kinds.get(spec.endpoint, pa.string())
 
 
-def _typed(pa: Any, value: Any, kind: Any) -> Any:
-    """Text columns take other values as JSON."""
-    return _text(value) if kind == pa.string() else value
+def _array(pa: Any, field: Any, values: list[Any], first: int) -> Any:
+    """A column; text columns take other values as JSON. `first` is the number of the first row, from 0."""
+    if field.type == pa.string():
+        values = [_text(value) for value in values]
+    try:
+        return pa.array(values, field.type)
+    except UNFIT:
+        for number, value in enumerate(values):
+            try:
+                pa.array([value], field.type)
+            except UNFIT as error:
+                where = f"row {first + number + 1}, column {field.name}"
+                raise Unfit(f"{where} does not fit in a column of {field.type}: {error}") from error
+        raise
+
+
+UNFIT = (ValueError, TypeError, OverflowError)  # pyarrow's own are ValueError or TypeError
 
 
 def _text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return orjson.dumps(value, default=str).decode()
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    return None if value is None else _json(value).decode()
 
 
-def _parquet_tables(pa: Any, sources: tuple[Source, ...]) -> tuple[Any, Iterable[Any]]:
-    with sources[0].open() as raw, parquet_file(sources[0], raw) as file:
-        schema = file.schema_arrow
+def _all_parquet(sources: tuple[Source, ...]) -> bool:
+    return bool(sources) and all(source.format == "parquet" for source in sources)
 
-    def tables() -> Iterator[Any]:
-        for source in sources:
-            with source.open() as raw, parquet_file(source, raw) as file:
-                for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
-                    yield pa.Table.from_batches([batch]).cast(schema)
 
-    return schema, tables()
+def parquet_schema(sources: tuple[Source, ...]) -> Any:
+    """The columns of all files. Raises InvalidPrompts where a column has several types, or a name stands twice."""
+    pa = _pyarrow()
+    schema: Any = None
+    for source in sources:
+        with source.open() as raw, parquet_file(source, raw) as file:
+            own = file.schema_arrow
+        if len(set(own.names)) != len(own.names):
+            raise InvalidPrompts(f"input_path {source.name}: two columns have one name")
+        try:
+            schema = own if schema is None else pa.unify_schemas([schema, own])
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise InvalidPrompts(
+                f"input_path {source.name} has other types than {sources[0].name}, which one Parquet output cannot "
+                f"hold: {error}; make them equal, or name the output .jsonl"
+            ) from error
+    return schema
+
+
+def _parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
+    """Tables of one schema: a column that a file lacks is null."""
+    for source in sources:
+        for batch in parquet_batches(source, ROWS_A_GROUP):
+            columns = [
+                batch.column(field.name).cast(field.type)
+                if field.name in batch.schema.names
+                else pa.nulls(batch.num_rows, field.type)
+                for field in schema
+            ]
+            yield pa.Table.from_arrays(columns, schema=schema)
 
 
 def _made_tables(
-    pa: Any, spec: BatchSpec, sources: tuple[Source, ...]
+    pa: Any, spec: BatchSpec, sources: tuple[Source, ...], as_text: bool
 ) -> tuple[Any, Iterable[Any]]:
-    types = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
+    types = {} if as_text else {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
     kinds = _kinds(spec, sources)
     schema = pa.schema(
         [pa.field(name, types.get(kind, pa.string())) for name, kind in kinds.items()]
     )
 
     def tables() -> Iterator[Any]:
-        rows = columns_of_records(spec, sources)
+        rows, first = columns_of_records(spec, sources), 0
         while chunk := list(islice(rows, ROWS_A_GROUP)):
             arrays = [
-                pa.array([_typed(pa, row.get(field.name), field.type) for row in chunk], field.type)
-                for field in schema
+                _array(pa, field, [row.get(field.name) for row in chunk], first) for field in schema
             ]
+            first += len(chunk)
             yield pa.Table.from_arrays(arrays, schema=schema)
 
     return schema, tables()

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,15 +38,24 @@ SUFFIXES = {
 }
 BLOCK = 1 << 20
 BOM = b"\xef\xbb\xbf"
+CSV_FIELD = (1 << 31) - 1
 GLOB = re.compile(r"[*?\[]")
 
 
 class RecordError(Exception):
-    """A record that cannot be read; `code` is short and fixed, the message says what is wrong."""
+    """A record that cannot be read; `code` is short and fixed, the message says what is wrong.
 
-    def __init__(self, code: str, message: str) -> None:
+    `columns` holds what could be read of it, for an output with columns.
+    """
+
+    def __init__(self, code: str, message: str, columns: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.columns = columns or {}
+
+
+class Damaged(OSError):
+    """A file that cannot be read on; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,7 @@ def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
 
 def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
     """Lines without their ends; blank lines only where another line follows."""
-    number, blanks, name, limit = 0, 0, source.name, spec.max_row_bytes
+    number, blanks, name, limit = 0, 0, source.name, min(spec.max_row_bytes, sys.maxsize - 2)
     with source.open() as file:
         readline = file.readline
         while line := readline(limit + 2):
@@ -179,7 +189,7 @@ def _text(source: Source, spec: BatchSpec) -> Iterator[Record]:
 
 
 def _csv(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    csv.field_size_limit(spec.max_row_bytes)
+    csv.field_size_limit(CSV_FIELD)  # a smaller one makes csv go on in the middle of a quoted field
     with (
         source.open() as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
@@ -196,7 +206,7 @@ def _csv(source: Source, spec: BatchSpec) -> Iterator[Record]:
                 continue
             if not cells:
                 continue  # csv's own rule: a blank line is no row
-            yield source.name, reader.line_num, _csv_row(header, cells)
+            yield source.name, reader.line_num, _csv_row(header, cells, spec.max_row_bytes)
 
 
 def _header(source: Source, reader: Any) -> list[str]:
@@ -204,6 +214,10 @@ def _header(source: Source, reader: Any) -> list[str]:
         header: list[str] = next(reader, [])
     except csv.Error as error:
         raise InvalidPrompts(f"input_path {source.name}, line 1: not CSV: {error}") from error
+    if any(not _is_utf8(name) or "\0" in name for name in header):
+        raise InvalidPrompts(
+            f"input_path {source.name}, line 1: the header is not UTF-8; convert the file to UTF-8"
+        )
     if not header or any(not name.strip() for name in header) or len(set(header)) != len(header):
         raise InvalidPrompts(
             f"input_path {source.name}, line 1: the header needs one distinct name a column"
@@ -211,30 +225,66 @@ def _header(source: Source, reader: Any) -> list[str]:
     return header
 
 
-def _csv_row(header: list[str], cells: list[str]) -> dict[str, Any] | RecordError:
+def _csv_row(header: list[str], cells: list[str], limit: int) -> dict[str, Any] | RecordError:
+    size = sum(map(len, cells))
+    if size > limit:
+        text = f"the row has {size / 1e6:.1f} MB; max_row_bytes is {limit / 1e6:.1f} MB"
+        return RecordError("row_too_long", text, _raw_columns(header, cells))
     if len(cells) != len(header):
-        return RecordError(
-            "ragged_row", f"the row has {len(cells)} fields, the header {len(header)}"
-        )
+        text = f"the row has {len(cells)} fields, the header {len(header)}"
+        return RecordError("ragged_row", text, _raw_columns(header, cells))
     for name, cell in zip(header, cells, strict=True):
-        if not cell.isascii() and any("\udc80" <= char <= "\udcff" for char in cell):
-            return RecordError("invalid_utf8", f"column {name} is not UTF-8")
+        if not _is_utf8(cell):
+            text = f"column {name} is not UTF-8"
+            return RecordError("invalid_utf8", text, _raw_columns(header, cells))
     return dict(zip(header, cells, strict=True))
+
+
+def _is_utf8(cell: str) -> bool:
+    """Whether text decoded with `surrogateescape` has no escape in it."""
+    return cell.isascii() or not any("\udc80" <= char <= "\udcff" for char in cell)
+
+
+def _raw_columns(header: list[str], cells: list[str]) -> dict[str, Any]:
+    """The cells of a bad row: bytes that are no UTF-8 as `\\xe9`, fields too many in the last column."""
+    last = len(header) - 1
+    shown = [*cells[:last], ",".join(cells[last:])] if len(cells) > len(header) else cells
+    texts = (
+        cell.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        for cell in shown
+    )
+    return dict(zip(header, texts, strict=False))
 
 
 def _parquet(source: Source, spec: BatchSpec) -> Iterator[Record]:
     number = 0
+    for batch in parquet_batches(source):
+        for row in batch.to_pylist():
+            number += 1
+            yield source.name, number, row
+
+
+def parquet_batches(source: Source, rows: int = 1024) -> Iterator[Any]:
+    """Record batches of up to so many rows. Raises Damaged, naming the file."""
     with source.open() as raw, parquet_file(source, raw) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield source.name, number, row
+        from pyarrow import ArrowException  # type: ignore[import-untyped]
+
+        number, batches = 0, file.iter_batches(batch_size=rows)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (ArrowException, OSError) as error:
+                raise Damaged(f"{source.name} is damaged after row {number}: {error}") from error
+            if batch is None:
+                return
+            yield batch
+            number += batch.num_rows
 
 
 def parquet_file(source: Source, raw: Any) -> Any:
     """An open pyarrow ParquetFile. Raises InvalidPrompts without pyarrow or for a file that is not Parquet."""
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise InvalidPrompts(
             f"input_path {source.name} is Parquet, and pyarrow is not installed; install the extra [parquet]"
@@ -292,6 +342,7 @@ def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
             while block := file.read(BLOCK):
                 hasher.update(block)
     if source.format == "parquet":
+        next(parquet_batches(source, 1), None)  # damage at the start is found before any server is
         with source.open() as raw, parquet_file(source, raw) as table:
             return int(table.metadata.num_rows)
     return sum(1 for _ in _csv(source, spec))
