@@ -23,7 +23,6 @@ HEAD = (
     b'"response":{"status_code":200,"request_id":%b,"body":'
 )
 TAIL = b'},"error":null}\n'
-NOTHING: dict[str, int] = {}
 loads, dumps = orjson.loads, orjson.dumps
 Check = Callable[[str], "str | None"]
 
@@ -73,19 +72,14 @@ def answer(
     try:
         body = loads(raw)
         items = body[ITEM_FIELDS[row.url]]
-        usage = body.get("usage") or NOTHING
-        prompt, completion = sums or (
-            usage.get("prompt_tokens") or 0,
-            usage.get("completion_tokens") or 0,
-        )
         if not items or not isinstance(items, list):
             raise NotAnAnswer("the answer is empty")
+        answers_of(body)
+        prompt, completion = sums or tokens_of(body)
     except orjson.JSONDecodeError as error:
         raise NotAnAnswer(f"the answer is not JSON: {error}") from None
-    except (KeyError, TypeError, AttributeError):
+    except NOT_READABLE:
         raise NotAnAnswer(f"the answer is not one of {row.url}") from None
-    if type(prompt) is not int or type(completion) is not int:
-        prompt = completion = 0
     if b"\n" in raw:
         raw = dumps(body)
     if check is not None and (wrong := check_output(body, check)) is not None:
@@ -93,6 +87,16 @@ def answer(
     key, said = row.key, dumps(row.custom_id)
     head = HEAD % (key, row.number, prompt, completion, key, said, dumps(body.get("id")))
     return head, raw, prompt, completion
+
+
+def tokens_of(body: dict[str, Any]) -> tuple[int, int]:
+    """Prompt and completion tokens of an answer; 0 for a usage that is missing or strange."""
+    usage = body.get("usage")
+    if not isinstance(usage, dict):
+        return 0, 0
+    prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    known = type(prompt) is int and type(completion) is int
+    return (prompt, completion) if known else (0, 0)
 
 
 def check_output(body: dict[str, Any], check: Check) -> str | None:

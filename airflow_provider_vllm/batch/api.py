@@ -94,8 +94,11 @@ def answers_of(body: dict[str, Any]) -> list[Any]:
             for item in body["choices"]
         ]
     if "output" in body:
-        parts = [part for item in body["output"] for part in item.get("content") or ()]
-        return ["".join(part.get("text") or "" for part in parts)]
+        # Reasoning has a text as well, and is no answer.
+        said = [item for item in body["output"] if item.get("type") == "message"]
+        parts = [part for item in said for part in item.get("content") or ()]
+        texts = [part.get("text") or "" for part in parts if part.get("type") == "output_text"]
+        return ["".join(texts) if texts else None]
     if "results" in body:
         return [body["results"]]
     names = ("embedding", "score", "label", "data")

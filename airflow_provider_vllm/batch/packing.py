@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch.answers import NotAnAnswer
+from airflow_provider_vllm.batch.answers import NotAnAnswer, tokens_of
 from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, EMBEDDINGS, PROMPT_FIELDS
 from airflow_provider_vllm.batch.client import Reply
 from airflow_provider_vllm.batch.row import Row
@@ -102,8 +102,7 @@ def split(rows: list[Row], raw: bytes) -> tuple[list[bytes], int, int]:
     try:
         body = orjson.loads(raw)
         items = sorted(body.pop(name), key=lambda item: item["index"])
-        usage = body.get("usage") or {}
-        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        tokens = tokens_of(body)
         if [item["index"] for item in items] != list(range(len(rows))):
             raise NotAnAnswer("the pack's answer does not have one item a row")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:

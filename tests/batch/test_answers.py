@@ -37,7 +37,9 @@ def test_a_good_one() -> None:
 @pytest.mark.parametrize(
     "raw",
     [b"", b"null", b"[]", b"5", b'"x"', b"<html>", b"{}", b'{"choices": []}', b'{"choices": {"a": 1}}',
-     b'{"choices": null}', b'{"data": [1]}', b'{"choices": [1], "usage": [1]}', b'{"choices": [{}]', b"\xff"],
+     b'{"choices": null}', b'{"data": [1]}', b'{"choices": [1], "usage": [1]}', b'{"choices": [{}]', b"\xff",
+     b'{"choices": [{}]}', b'{"choices": [{"message": null}]}', b'{"choices": [{"message": "text"}]}',
+     b'{"choices": [null]}'],
 )  # fmt: skip
 @pytest.mark.parametrize("url", [CHAT])
 def test_what_is_no_answer(raw: bytes, url: str) -> None:
@@ -56,12 +58,23 @@ def test_every_url_knows_its_list(url: str) -> None:
 )
 def test_strange_usage_is_counted_as_none(usage: object) -> None:
     raw = json.dumps({**GOOD, "usage": usage}).encode()
-    try:
-        _, _, prompt, completion = answer(row(), raw)
-    except NotAnAnswer:
-        assert isinstance(usage, (str, list))
-    else:
-        assert (prompt, completion) == (0, 0)
+    _, _, prompt, completion = answer(row(), raw)
+    assert (prompt, completion) == (0, 0)
+
+
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/score", "/classify", "/pooling"])
+def test_an_item_without_its_value_is_no_answer(url: str) -> None:
+    with pytest.raises(NotAnAnswer, match=url):
+        answer(row(url), b'{"data": [{}]}')
+
+
+def test_only_the_message_of_a_response_is_its_answer() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    parts = [{"type": "output_text", "text": "5"}, {"type": "refusal", "refusal": "no"}]
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    said = {"type": "message", "content": parts}
+    assert answer_of({"output": [thought, said, call]}) == "5"
+    assert answer_of({"output": [thought, call]}) is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +91,7 @@ def test_an_unreadable_answer_is_none_and_breaks_every_schema(body: dict[str, ob
     "raw",
     [b"[]", b"{}", b'{"choices": 5}', b'{"choices": [{"index": 0}]}', b'{"choices": [{"index": 1}, {"index": 2}]}',
      b'{"choices": [{}, {}]}', b'{"choices": [{"index": "a"}, {"index": 0}]}',
-     b'{"choices": [{"index": 0}, {"index": 1}], "usage": "x"}'],
+     ],
 )  # fmt: skip
 def test_what_is_no_answer_to_a_pack(raw: bytes) -> None:
     with pytest.raises(NotAnAnswer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -262,3 +264,35 @@ def test_progress_is_reported_and_renews_the_lease(
     assert seen[-1]["total"] == 12
     assert seen[-1]["running"] is not None
     assert [row["done"] for row in seen] == sorted(row["done"] for row in seen)  # type: ignore[type-var]
+
+
+def test_a_malformed_answer_is_an_error_row_and_harms_no_other(tmp_path: Path) -> None:
+    """Status 200 with a choice that is none: never journaled as good."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = self.rfile.read(int(self.headers["Content-Length"]))
+            message = None if b"odd" in asked else {"content": "fine"}
+            body = json.dumps({"choices": [{"index": 0, "message": message}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        link = ForeignLink(f"http://127.0.0.1:{http.server_port}")
+        one = BatchSpec(prompts=["a", "odd", "b"], max_retries=1, max_error_rate=1, pack=1)
+        for _ in range(2):  # and a second try does not find it as an answer
+            result = run(one, link, tmp_path)
+            assert result.answers == ["fine", None, "fine"]
+            assert result.manifest.outcomes == {"failed": 1, "ok": 2}
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
