@@ -26,6 +26,14 @@ from airflow_provider_vllm.batch.sources import (
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
+PACKAGES = {
+    "s3": "apache-airflow-providers-amazon and s3fs",
+    "gs": "apache-airflow-providers-google and gcsfs",
+    "gcs": "apache-airflow-providers-google and gcsfs",
+    "abfs": "apache-airflow-providers-microsoft-azure and adlfs",
+    "abfss": "apache-airflow-providers-microsoft-azure and adlfs",
+}
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -48,7 +56,11 @@ def check_inputs(
     `to_path` turns text into a path-like (`pathlib.Path`, `ObjectStoragePath`). `journal_dir` lets a retry recognise
     the output of its own earlier try; `owner` names what stays the same over tries (a task of a run).
     """
-    sources = find_sources(spec, to_path)
+    outputs = (spec.output_path, results.errors_path(spec), results.manifest_path(spec))
+    own = [text for text in (*outputs, journal_dir) if text is not None]
+    for text in (*spec.paths, *own):
+        _check_url(text, to_path)
+    sources = find_sources(spec, to_path, own)
     RowMaker(spec, "")  # raises for a template that cannot be used
     checker(spec.output_schema)
     _check_output(spec, sources, to_path)
@@ -59,6 +71,22 @@ def check_inputs(
         spec, checked, to_path, None if journal_dir is None else journal_at(journal_dir, to_path)
     )
     return checked
+
+
+def _check_url(text: str, to_path: ToPath) -> None:
+    """There must be a file system for every URL."""
+    try:
+        path = to_path(text)
+        if not is_local(path):
+            getattr(path, "fs", None)  # made when it is asked for first
+    except InvalidPrompts:
+        raise
+    except (ImportError, ValueError) as error:
+        scheme = text.partition("://")[0]
+        packages = PACKAGES.get(scheme, f"the fsspec package for {scheme}")
+        raise InvalidPrompts(
+            f"{text}: there is no file system for {scheme}:// here: {error}; install {packages}"
+        ) from error
 
 
 def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath) -> None:

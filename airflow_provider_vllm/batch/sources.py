@@ -13,10 +13,11 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,23 +76,34 @@ class Source:
 
 def local_path(text: str) -> Any:
     """The default way from text to a path: this machine's files."""
-    return Path(text.removeprefix("file://"))
+    text = text.removeprefix("file://")
+    if "://" in text:
+        raise InvalidPrompts(f"{text} is a URL, and only files of this machine can be used here")
+    return Path(text)
 
 
 def is_local(path: Any) -> bool:
     return isinstance(path, Path)
 
 
-def find_sources(spec: BatchSpec, to_path: ToPath) -> tuple[Source, ...]:
-    """The files of a spec. Raises InvalidPrompts for one that is missing, empty, a directory or unreadable."""
+def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> tuple[Source, ...]:
+    """The files of a spec. A glob does not find `own`, the files and folders that the batch itself writes.
+
+    Raises InvalidPrompts for one that is missing, empty, a directory or unreadable.
+    """
     found: list[Source] = []
+    written = {_plain(to_path(text)) for text in own}
     for text in spec.paths:
-        for path in _expand(text, to_path):
+        for path in _expand(text, to_path, written):
             found.append(_source(str(path), path, spec.input_format))
     return tuple(found)
 
 
-def _expand(text: str, to_path: ToPath) -> list[Any]:
+def _plain(path: Any) -> str:
+    return os.path.abspath(path) if is_local(path) else str(path)
+
+
+def _expand(text: str, to_path: ToPath, written: set[str]) -> list[Any]:
     path = to_path(text)
     if not GLOB.search(text) or _exists(path):
         return [path]
@@ -99,6 +111,8 @@ def _expand(text: str, to_path: ToPath) -> list[Any]:
     pattern = text[len(head) + 1 :] if head or text.startswith("/") else text
     base = to_path(head or ("/" if text.startswith("/") else "."))
     hits = sorted((hit for hit in base.glob(pattern) if not hit.is_dir()), key=str)
+    if written:
+        hits = [hit for hit in hits if not any(_plain(p) in written for p in (hit, *hit.parents))]
     if not hits:
         raise InvalidPrompts(f"input_path {text}: no file matches")
     return hits

@@ -65,3 +65,47 @@ def test_gz_in_capitals_is_compressed(link: ForeignLink, tmp_path: Path) -> None
     result = run(spec, link, tmp_path)
     assert len(gzip.decompress(target.read_bytes()).splitlines()) == 2
     assert result.manifest.errors_path == str(tmp_path / "x.errors.jsonl")
+
+
+def test_a_glob_does_not_find_what_the_batch_writes(link: ForeignLink, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", [*GOOD, {"prompt": "[[status 400]]"}])
+    spec = BatchSpec(
+        input_path=str(tmp_path / "**" / "*.json*"),
+        output_path=str(tmp_path / "out.jsonl"),
+        max_error_rate=1,
+    )
+    (tmp_path / "journal").mkdir()
+    write_rows(tmp_path / "journal" / "meta.json", [])
+    for _ in range(2):
+        assert run(spec, link, tmp_path).manifest.rows == 3
+    assert len(list(tmp_path.glob("**/*.json*"))) == 5
+
+
+def test_a_url_without_a_file_system(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", GOOD)
+
+    def to_path(text: str) -> Path:
+        if "://" in text:
+            raise ImportError("no s3fs")
+        return Path(text)
+
+    spec = BatchSpec(input_path=str(source), output_path="s3://bucket/out.jsonl")
+    with pytest.raises(InvalidPrompts, match="install apache-airflow-providers-amazon and s3fs"):
+        check_inputs(spec, to_path=to_path)
+    with pytest.raises(InvalidPrompts, match="is a URL"):
+        check_inputs(spec)
+
+
+@pytest.mark.parametrize("ref", ["#/$defs/missing", "https://example.invalid/x.json"])
+def test_a_schema_whose_reference_leads_nowhere(ref: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": ref}}}
+    with pytest.raises(InvalidInput, match="leads nowhere"):
+        check_inputs(BatchSpec(prompts=["a"], output_schema=schema))
+
+
+def test_a_schema_that_refers_to_itself() -> None:
+    tree = {
+        "type": "object",
+        "properties": {"child": {"$ref": "#/$defs/leaf"}, "up": {"$ref": "#"}},
+    }
+    check_inputs(BatchSpec(prompts=["a"], output_schema={**tree, "$defs": {"leaf": {}}}))
