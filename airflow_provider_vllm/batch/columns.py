@@ -257,7 +257,7 @@ def _write_parquet(
     tables: Iterable[Any]
     if _all_parquet(sources):
         schema = parquet_schema(sources)
-        tables = _parquet_tables(pa, sources, schema)
+        tables = parquet_tables(pa, sources, schema)
     else:
         schema, tables = _made_tables(pa, spec, sources, as_text)
     count = 0
@@ -328,7 +328,7 @@ def parquet_schema(sources: tuple[Source, ...]) -> Any:
     return schema
 
 
-def _parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
+def parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
     """Tables of one schema: a column that a file lacks is null."""
     for source in sources:
         for batch in parquet_batches(source, ROWS_A_GROUP):

@@ -20,7 +20,9 @@ from typing import Any
 import orjson
 
 from airflow_provider_vllm.batch import results
+from airflow_provider_vllm.batch.columns import parquet_schema, parquet_tables
 from airflow_provider_vllm.batch.sources import (
+    CSV_FIELD,
     Source,
     ToPath,
     find_sources,
@@ -147,7 +149,7 @@ def _csv_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
 
 
 def _csv_rows(source: Source) -> Iterator[list[str]]:
-    csv.field_size_limit(1 << 31)
+    csv.field_size_limit(CSV_FIELD)
     with (
         source.open() as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
@@ -210,9 +212,20 @@ def merge(
         )
     errors = [m["errors_path"] for m in manifests if m.get("errors_path")]
     target = BatchSpec(prompts=["unused"], output_path=output_path)
-    errors_to = results.errors_path(target) if errors else None
+    place = str(results.errors_path(target))
+    for text, is_ours in (
+        (place, results.holds_error_rows),
+        (str(results.manifest_path(target)), results.is_manifest),
+    ):
+        if not is_ours(to_path(text)):
+            raise InvalidInput(
+                f"merge: {text} exists and no batch has written it; move it, or name another output"
+            )
+    errors_to = place if errors else None
     if errors_to:
         _join(errors, errors_to, to_path)
+    else:
+        results.remove_stale(place, to_path)
     _join([str(output) for output in outputs], output_path, to_path)
     whole = _summed(manifests, output_path, errors_to)
     with results.replacing(whole["manifest_path"], to_path) as file:
@@ -229,27 +242,57 @@ def _join(parts: list[str], target: str, to_path: ToPath) -> None:
             _join_parquet(parts, file, to_path)
             return
         with results.compressed(file, results.is_gz(target)) as out:
-            for index, part in enumerate(parts):
-                source = Source(part, to_path(part), "text", results.is_gz(part))
+            sources = [Source(part, to_path(part), "text", results.is_gz(part)) for part in parts]
+            if kinds == {".csv"}:
+                _join_csv(sources, out)
+                return
+            for source in sources:
                 with source.open() as opened:
-                    if index and kinds == {".csv"}:
-                        opened.readline()
                     while block := opened.read(1 << 20):
                         out.write(block)
 
 
+def _join_csv(sources: list[Source], out: Any) -> None:
+    """Every column of any shard, in the order they are met; a shard's missing ones are empty."""
+    headers = [next(_csv_rows(source), []) for source in sources]
+    names = list(dict.fromkeys(name for header in headers for name in header))
+    out.write(_csv_line(names))
+    for source, header in zip(sources, headers, strict=True):
+        places = [header.index(name) if name in header else None for name in names]
+        for row in _csv_body(source):
+            out.write(_csv_line(["" if place is None else row[place] for place in places]))
+
+
 def _join_parquet(parts: list[str], out: Any, to_path: ToPath) -> None:
+    """Every column of any shard; one of several types becomes text."""
     import pyarrow
     from pyarrow import parquet
 
-    writer: Any = None
-    for part in parts:
-        source = Source(part, to_path(part), "parquet", False)
-        with source.open() as raw, parquet_file(source, raw) as file:
-            writer = writer or parquet.ParquetWriter(out, file.schema_arrow)
-            for batch in file.iter_batches():
-                writer.write_table(pyarrow.Table.from_batches([batch]).cast(writer.schema))
-    writer.close()
+    sources = tuple(Source(part, to_path(part), "parquet", False) for part in parts)
+    try:
+        schema = parquet_schema(sources)
+    except InvalidPrompts:
+        schema = _schema_with_text(sources)
+    try:
+        with parquet.ParquetWriter(out, schema) as writer:
+            for table in parquet_tables(pyarrow, sources, schema):
+                writer.write_table(table)
+    except pyarrow.ArrowException as error:
+        raise InvalidInput(
+            f"merge: the shards have columns of types that no one column can hold: {error}; "
+            "give them .jsonl outputs and merge those"
+        ) from error
+
+
+def _schema_with_text(sources: tuple[Source, ...]) -> Any:
+    import pyarrow
+
+    types: dict[str, Any] = {}
+    for source in sources:
+        for field in parquet_schema((source,)):
+            known = types.setdefault(field.name, field.type)
+            types[field.name] = known if known == field.type else pyarrow.string()
+    return pyarrow.schema(list(types.items()))
 
 
 def _summed(

@@ -100,3 +100,37 @@ def test_what_cannot_be_split_or_merged(tmp_path: Path) -> None:
         merge([], str(tmp_path / "out.jsonl"))
     with pytest.raises(InvalidInput, match="did not succeed"):
         merge([{"output_path": None}], str(tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_shards_with_other_columns(link: ForeignLink, tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": "a", "n": 1}, {"n": "two", "more": "x", "prompt": "b"}]
+    manifests = []
+    for index, row in enumerate(rows):
+        source = write_rows(tmp_path / f"in-{index}.jsonl", [row])
+        spec = BatchSpec(input_path=str(source), output_path=str(tmp_path / f"out-{index}{suffix}"))
+        manifests.append(run(spec, link, tmp_path / str(index)).manifest.to_json())
+    target = tmp_path / f"merged{suffix}"
+    merge(manifests, str(target))
+    if suffix == ".parquet":
+        found = parquet.read_table(target).to_pylist()
+    else:
+        with target.open(newline="") as file:
+            found = list(csv.DictReader(file))
+    assert [(row["prompt"], row["n"], row["more"] or "") for row in found] == [
+        ("a", "1", ""),
+        ("b", "two", "x"),
+    ]
+    assert [row["response"].split()[-1] for row in found] == ["a", "b"]
+
+
+def test_merge_and_an_errors_file_that_is_there(link: ForeignLink, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    manifests = run_shards(link, tmp_path, source, 1, ".jsonl")
+    errors = write_rows(tmp_path / "merged.errors.jsonl", [{"precious": 1}])
+    with pytest.raises(InvalidInput, match="no batch has written it"):
+        merge(manifests, str(tmp_path / "merged.jsonl"))
+    assert read_rows(errors) == [{"precious": 1}]
+    write_rows(errors, [{"custom_id": "row-1", "response": None, "error": {"code": "x"}}])
+    merge(manifests, str(tmp_path / "merged.jsonl"))
+    assert not errors.exists()
