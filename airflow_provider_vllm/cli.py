@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand, lazy_load_command
@@ -77,7 +78,8 @@ def servers(args: argparse.Namespace) -> None:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
     if not found:
-        print("no server runs on this host" if not args.all else "no server has run on this host")
+        verb = "has run" if args.all else "runs"
+        print(f"no server {verb} on this host (state root {_root(args).path})")
 
 
 def stop(args: argparse.Namespace) -> None:
@@ -94,7 +96,8 @@ def stop(args: argparse.Namespace) -> None:
     for server_id in known if args.all else args.ids:
         try:
             if server_id not in known:
-                print(f"{server_id}: does not run on this host")
+                print(f"{server_id}: does not run on this host", file=sys.stderr)
+                failed = True
                 continue
             done = [
                 item
@@ -133,9 +136,18 @@ def _diagnose_args() -> Sequence[Arg]:
 
 def _root(args: argparse.Namespace) -> Any:
     from airflow_provider_vllm import worker
+    from airflow_provider_vllm.exceptions import InsecurePath
     from airflow_provider_vllm.server.state import StateRoot
 
-    return StateRoot(args.state_root) if args.state_root else worker.state_root()
+    path = args.state_root or worker.state_root_path()
+    if not Path(path).is_dir():
+        print(f"{path} does not exist: no server has run with this state root", file=sys.stderr)
+        sys.exit(2)
+    try:
+        return StateRoot(path)
+    except InsecurePath as exc:
+        print(exc, file=sys.stderr)
+        sys.exit(2)
 
 
 def _states(args: argparse.Namespace) -> list[tuple[GenerationDir, ServerState]]:

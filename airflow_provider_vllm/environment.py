@@ -44,6 +44,11 @@ def looks_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name))
 
 
+def holds_credentials(value: str) -> bool:
+    """Whether a value is an URL with a password in it, such as a proxy's or a database's."""
+    return bool(re.search(r"://[^/\s:@]*:[^/\s@]+@", value))
+
+
 def allowed(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environ` that vLLM may see."""
     return {

@@ -162,7 +162,10 @@ def env(value: Any) -> dict[str, str]:
 def command(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    words = shlex.split(value) if isinstance(value, str) else value
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as exc:
+        raise InvalidSpec(f"ServerSpec.command {value!r} is no command line: {exc}.") from None
     if (
         not isinstance(words, (list, tuple))
         or not words

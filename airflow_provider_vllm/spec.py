@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from airflow_provider_vllm import fields
-from airflow_provider_vllm.environment import MASK, looks_secret
+from airflow_provider_vllm.environment import MASK, holds_credentials, looks_secret
 from airflow_provider_vllm.exceptions import InvalidSpec
 
 # vLLM 0.32's options that are plain store-true: they have no --no-… form (read from its parser).
@@ -31,6 +31,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+# vLLM's options that change what a model answers (0.32); all others are for memory, speed and logs.
+ANSWER_ARGS = frozenset(
+    """
+    revision code_revision tokenizer tokenizer_revision tokenizer_mode hf_overrides hf_config_path
+    quantization dtype kv_cache_dtype load_format seed chat_template chat_template_content_format
+    default_chat_template_kwargs generation_config override_generation_config logits_processors
+    runner convert task pooler_config mm_processor_kwargs reasoning_parser max_lora_rank lora_dtype
+    """.split()  # noqa: SIM905 - names read better as text
+)
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,9 @@ class ServerSpec:
     def public(self) -> dict[str, Any]:
         """The same without what looks like a secret in `env`: for XCom, logs and the rendered template."""
         out = self.to_json()
-        out["env"] = {k: MASK if looks_secret(k) else v for k, v in self.env.items()}
+        out["env"] = {
+            k: MASK if looks_secret(k) or holds_credentials(v) else v for k, v in self.env.items()
+        }
         return out
 
     def masked(self) -> dict[str, Any]:
@@ -158,10 +171,15 @@ class ServerSpec:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that change with whatever can change an answer (model, options, adapters)."""
+        """16 hex digits that change with what changes answers: model, adapters, and the options that do.
+
+        An option for memory or speed does not count: who lowers one after a failure and presses
+        "Clear" keeps the answers that he has.
+        """
+        named = {name.replace("-", "_"): value for name, value in self.engine_args.items()}
         relevant = {
             "model": self.model,
-            "engine_args": self.engine_args,
+            "engine_args": {name: named[name] for name in sorted(ANSWER_ARGS & set(named))},
             "lora_modules": self.lora_modules,
             "command": self.command,
         }

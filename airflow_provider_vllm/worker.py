@@ -6,6 +6,7 @@ LaunchOptions, which are all that the rooms `server/` and `batch/` get of Airflo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -101,13 +102,21 @@ def journal_dir(context: Mapping[str, Any]) -> str:
 
     Journals of tasks that have not come back for `[vllm] keep_failed_days` are removed here.
     """
-    folder = Path(state_root_path()) / "batches"
-    oldest = time.time() - keep_failed_days() * 86400
-    for journal in folder.iterdir() if folder.is_dir() else ():
-        newest = max((each.stat().st_mtime for each in (journal, *journal.glob("*"))), default=0)
-        if newest < oldest:
-            shutil.rmtree(journal, ignore_errors=True)
-    return str(folder / server_id(context))
+    from airflow_provider_vllm.server.private import private_dir
+
+    folder = private_dir(state_root().path / "batches")
+    mine = folder / server_id(context)
+    # A journal that is written to now is never older than a day.
+    oldest = time.time() - max(1.0, keep_failed_days()) * 86400
+    for journal in folder.iterdir():
+        with contextlib.suppress(OSError):  # another task removes the same, or writes to it
+            if journal != mine and _last_written(journal) < oldest:
+                shutil.rmtree(journal)
+    return str(mine)
+
+
+def _last_written(folder: Path) -> float:
+    return max(each.lstat().st_mtime for each in (folder, *folder.iterdir()))
 
 
 def in_kubernetes_pod(executor: str | None) -> bool:

@@ -197,7 +197,9 @@ def test_public_and_masked_forms() -> None:
     ("change", "same"),
     [
         ({"model": "other"}, False),
-        ({"engine_args": {"x1": 2}}, False),
+        ({"engine_args": {"dtype": "half"}}, False),
+        ({"engine_args": {"hf-overrides": {"a": 1}}}, False),
+        ({"engine_args": {"x1": 2, "gpu_memory_utilization": 0.5}}, True),
         ({"lora_modules": {"one": "/other"}}, False),
         ({"command": ["serve", "{port}", "--x"]}, False),
         ({"port": 1}, True),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from airflow_provider_vllm.exceptions import InvalidSpec
+from airflow_provider_vllm.server.private import private_dir
 from airflow_provider_vllm.server.processes import this_process
 from airflow_provider_vllm.server.state import check_server_id
 from airflow_provider_vllm.spec import ServerSpec
@@ -87,8 +88,10 @@ def test_journals_of_tasks_that_never_came_back_are_removed(
 ) -> None:
     monkeypatch.setenv("AIRFLOW__VLLM__STATE_ROOT", str(tmp_path))
     old, fresh = tmp_path / "batches" / "old", tmp_path / "batches" / "fresh"
+    private_dir(tmp_path / "batches")
+    tmp_path.chmod(0o700)
     for folder in (old, fresh):
-        folder.mkdir(parents=True)
+        folder.mkdir()
         (folder / "segment").write_text("answers")
     long_ago = time.time() - 8 * 86400
     for path in (old / "segment", old, fresh):

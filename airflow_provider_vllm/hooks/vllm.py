@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
-from airflow_provider_vllm.exceptions import InvalidInput
+from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable
 
 if TYPE_CHECKING:
     import openai
@@ -39,7 +39,7 @@ class VllmHook(BaseHook):
         return openai.OpenAI(
             base_url=f"{base_url}/v1",
             api_key=key or "none",
-            timeout=float(extra.get("timeout") or 600),
+            timeout=self._timeout(extra),
         )
 
     def endpoint(self) -> Endpoint:
@@ -70,8 +70,17 @@ class VllmHook(BaseHook):
         return True, f"{base_url} serves {', '.join(served)}"
 
     def _served(self) -> list[str]:
-        with self.get_conn().with_options(timeout=10, max_retries=0) as client:
-            return [model.id for model in client.models.list()]
+        import openai
+
+        try:
+            with self.get_conn().with_options(timeout=10, max_retries=0) as client:
+                return [model.id for model in client.models.list()]
+        except (openai.OpenAIError, AttributeError, TypeError) as exc:
+            cause = f" ({exc.__cause__})" if exc.__cause__ else ""
+            raise ServerUnreachable(
+                f"The server of connection {self.vllm_conn_id!r} at {self._connection()[0]} does not list its models: "
+                f"{exc}{cause}. See that it runs and that this worker reaches it, and check the API key."
+            ) from None
 
     def _first_model(self) -> str:
         served = self._served()
@@ -80,18 +89,45 @@ class VllmHook(BaseHook):
         return served[0]
 
     def _connection(self) -> tuple[str, str | None, dict[str, Any]]:
+        from airflow_provider_vllm.server.order import check_key
+
         found = self.get_connection(self.vllm_conn_id)
         extra = found.extra_dejson
-        host = (found.host or "").strip().rstrip("/")
-        if not host:
+        if not isinstance(extra, dict):
+            raise InvalidInput(f"Connection {self.vllm_conn_id!r}: extra has to be a JSON object.")
+        key = (found.password or "").strip()
+        base = base_url_of(found.host or "", found.port, found.schema)
+        if base is None:
             raise InvalidInput(
                 f"Connection {self.vllm_conn_id!r} has no host: give for example http://gpu-host and port 8000."
             )
-        if "://" not in host:
-            host = f"{found.schema or 'http'}://{host}"
-        scheme, _, rest = host.partition("://")
-        name, slash, path = rest.partition("/")
-        if found.port and ":" not in name.rpartition("]")[2]:
-            name = f"{name}:{found.port}"
-        base = f"{scheme}://{name}{slash}{path}".removesuffix("/v1")
-        return base, found.password or None, extra
+        return base, check_key(key) if key else None, extra
+
+    def _timeout(self, extra: dict[str, Any]) -> float:
+        try:
+            return float(extra.get("timeout") or 600)
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                f"Connection {self.vllm_conn_id!r}: extra `timeout` is {extra['timeout']!r}: "
+                "give a number of seconds."
+            ) from None
+
+
+def base_url_of(host: str, port: int | None, schema: str | None) -> str | None:
+    """The URL before `/v1` of a connection's host, port and schema; None without a host. Pure.
+
+    Credentials in the host are dropped: the key is the connection's password.
+    """
+    host = host.strip().rstrip("/")
+    if not host:
+        return None
+    if "://" not in host:
+        host = f"{schema or 'http'}://{host}"
+    scheme, _, rest = host.partition("://")
+    name, slash, path = rest.partition("/")
+    name = name.rpartition("@")[2]
+    if name.count(":") > 1 and not name.startswith("["):
+        name = f"[{name}]"
+    if port and ":" not in name.rpartition("]")[2]:
+        name = f"{name}:{port}"
+    return f"{scheme}://{name}{slash}{path}".removesuffix("/v1")

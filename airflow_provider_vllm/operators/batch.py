@@ -116,7 +116,9 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         spec = self._batch_spec()
         journal_dir = self._journal_dir(context)
         with self.interruptible():  # a large input is read to its end
-            checked = check_inputs(spec, to_path=to_path, journal_dir=journal_dir)
+            checked = check_inputs(
+                spec, to_path=to_path, journal_dir=journal_dir, owner=worker.server_id(context)
+            )
         link = self._link(context)
         try:
             with self.interruptible(link.abandon):
@@ -127,6 +129,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
                     log=logging.getLogger(__name__),
                     to_path=to_path,
                     checked=checked,
+                    owner=worker.server_id(context),
                 )
         except NoFreeGpu as exc:
             reschedule(exc, self._server_spec(), context, self.log)
@@ -143,10 +146,13 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         manifest = result.manifest.to_json()
         for outlet in self.outlets or ():
             context["outlet_events"][outlet].extra = {"manifest": manifest}
-        if spec.prompts is None or spec.output_path:
-            return manifest
         context["ti"].xcom_push(key="manifest", value=manifest)
-        return result.answers
+        if spec.prompts is not None and not spec.output_path:
+            return result.answers
+        for name in ("output_path", "errors_path", "manifest_path"):
+            if manifest[name]:
+                self.log.info("%s: %s", name, manifest[name])
+        return manifest
 
     def _batch_spec(self) -> BatchSpec:
         from airflow_provider_vllm.batch.spec import BatchSpec
@@ -167,8 +173,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
                 "input_path": self.input_path,
                 "output_path": self.output_path,
                 "endpoint": self.endpoint,
-                "params": dict(self.sampling or {}),
                 **further,
+                "params": {**dict(further.get("params") or {}), **dict(self.sampling or {})},
             }
         )
 

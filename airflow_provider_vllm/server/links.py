@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
@@ -232,7 +230,10 @@ class SharedServer:
             raise ServerLost(
                 f"The server on {current.host} is {current.state}: {current.message or 'not ready'}"
             )
-        return Endpoint(current.base_url, current.model, self._key, owned=True)
+        fingerprint = ServerSpec.of(self._handle.spec).fingerprint
+        return Endpoint(
+            current.base_url, current.model, self._key, owned=True, fingerprint=fingerprint
+        )
 
 
 class ForeignEndpoint:
@@ -266,14 +267,14 @@ class ForeignEndpoint:
         """Nothing of ours to end."""
 
     def _look(self) -> Endpoint:
-        request = urllib.request.Request(f"{self._endpoint.base_url}/v1/models")
-        if self._endpoint.api_key:
-            request.add_header("Authorization", f"Bearer {self._endpoint.api_key}")
-        try:
-            with urllib.request.urlopen(request, timeout=10):
-                return self._endpoint
-        except (OSError, urllib.error.URLError) as exc:
-            raise ServerLost(f"{self._endpoint.base_url} does not answer: {exc}") from None
+        from airflow_provider_vllm.batch.client import request
+
+        # As the batch itself sends: the same proxies, certificates and key.
+        status, body = request(self._endpoint, "/v1/models", 10)
+        if status == 200:
+            return self._endpoint
+        said = body[:200].decode(errors="replace") if status == 0 else f"HTTP {status}"
+        raise ServerLost(f"{self._endpoint.base_url} does not answer: {said}")
 
 
 def ask_to_stop(handle: ServerHandle, directory: GenerationDir) -> None:
@@ -295,7 +296,13 @@ def ask_to_stop(handle: ServerHandle, directory: GenerationDir) -> None:
 
 
 def _endpoint(running: Running) -> Endpoint:
-    return Endpoint(running.state.base_url or "", running.state.model, running.key, owned=True)
+    return Endpoint(
+        running.state.base_url or "",
+        running.state.model,
+        running.key,
+        owned=True,
+        fingerprint=ServerSpec.of(running.handle.spec).fingerprint,
+    )
 
 
 def _refuse_after_stop(directory: GenerationDir) -> None:

@@ -22,9 +22,15 @@ def private_dir(path: Path) -> Path:
 
     Raises InsecurePath where it is a symlink, no folder, another user's, or open to others.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    except OSError as error:
+        raise InsecurePath(
+            f"{path} cannot be made: {error.strerror or error}. Nothing was written. Set "
+            "`[vllm] state_root` to a folder that this worker's user can write."
+        ) from error
     check_private_dir(path)
     return path
 

@@ -10,6 +10,7 @@ import pytest
 
 from airflow_provider_vllm import VllmHook
 from airflow_provider_vllm.exceptions import InvalidInput
+from airflow_provider_vllm.hooks.vllm import base_url_of
 from scripts.airflow_config import free_port
 from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
 
@@ -131,7 +132,7 @@ def test_nothing_listens(connect: Connect) -> None:
     port = free_port()
     good, message = connect(host="127.0.0.1", port=port).test_connection()
     assert not good
-    assert message.startswith(f"http://127.0.0.1:{port}: APIConnectionError: ")
+    assert message.startswith(f"http://127.0.0.1:{port}: ServerUnreachable: ")
     assert "refused" in message
 
 
@@ -140,3 +141,33 @@ def test_a_wrong_model(connect: Connect, server: ThreadedEndpoint) -> None:
     good, message = connect(**fields, extra={"model": "llama"}).test_connection()
     assert not good
     assert message == f"{server.base_url} serves tiny, adapter, not llama (extra `model`)"
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "schema", "url"),
+    [
+        ("gpu", 8000, None, "http://gpu:8000"),
+        ("https://gpu/", None, None, "https://gpu"),
+        ("gpu:9000", 8000, None, "http://gpu:9000"),
+        ("http://gpu/base/v1", 8000, None, "http://gpu:8000/base"),
+        ("::1", 8000, None, "http://[::1]:8000"),
+        ("[::1]", 8000, "https", "https://[::1]:8000"),
+        ("http://user:secret@gpu", 8000, None, "http://gpu:8000"),
+        (" ", 8000, None, None),
+    ],
+)
+def test_urls_of_connections(
+    host: str, port: int | None, schema: str | None, url: str | None
+) -> None:
+    assert base_url_of(host, port, schema) == url
+
+
+def test_a_key_that_no_header_carries_is_refused_without_showing_it(connect: Connect) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        connect(host="gpu", password="secret\nX").get_conn()
+    assert "secret" not in str(caught.value)
+
+
+def test_a_timeout_that_is_no_number(connect: Connect) -> None:
+    with pytest.raises(InvalidInput, match="timeout"):
+        connect(host="gpu", extra={"timeout": "abc"}).get_conn()
