@@ -8,6 +8,7 @@ that nothing raised can be swallowed there; the key goes only into the header of
 from __future__ import annotations
 
 import os
+import resource
 import ssl
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ REFUSED = frozenset(
 )
 URL, POSTFIELDS, RESPONSE_CODE = pycurl.URL, pycurl.POSTFIELDS, pycurl.RESPONSE_CODE
 ALL = 1 << 20
+SPARE_FILES = 100
 TIMED_OUT = pycurl.E_OPERATION_TIMEDOUT
 MISCONFIGURED = frozenset(
     {
@@ -175,11 +177,21 @@ def request(
 
     It waits in short steps, so that a signal's handler runs at once.
     """
-    curl, multi, buffer = (
-        new_handle(endpoint, max(1, int(timeout * 1000))),
-        pycurl.CurlMulti(),
-        BytesIO(),
-    )
+    try:
+        return _request(endpoint, url, timeout, body)
+    except pycurl.error as error:  # no descriptor is free, for example
+        return 0, str(error.args[-1] if error.args else error).encode()
+
+
+def most_connections() -> int:
+    """How many connections the limit of open files allows, with some left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ALL if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_FILES)
+
+
+def _request(endpoint: Endpoint, url: str, timeout: float, body: bytes | None) -> tuple[int, bytes]:
+    multi, buffer = pycurl.CurlMulti(), BytesIO()
+    curl = new_handle(endpoint, max(1, int(timeout * 1000)))
     try:
         curl.setopt(URL, endpoint.base_url.rstrip("/") + url)
         curl.setopt(pycurl.WRITEFUNCTION, buffer.write)

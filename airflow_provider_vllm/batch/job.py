@@ -84,6 +84,12 @@ class Job:
             short=may_pack and self._starts_short(),
             check=checker(spec.output_schema),
         )
+        if spec.concurrency != "auto" and sender.stats.limit < spec.concurrency:
+            self._log.warning(
+                "concurrency is %d, but this process may open so few files (ulimit -n) that %d is used",
+                spec.concurrency,
+                sender.stats.limit,
+            )
         self._began = time.monotonic()
         progress = Progress(extent.rows, self._began)
         watch = Watch(

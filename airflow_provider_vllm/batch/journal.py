@@ -103,7 +103,7 @@ class Journal:
         Raises BatchFailed where another process holds it or it cannot be written.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock()
             self._segments = sorted(self.folder.glob("rows-*.log"))
             name = f"rows-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.log"
@@ -247,10 +247,11 @@ class Journal:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a local file by new content, whole or not at all."""
+    """Replace a local file by new content, whole or not at all; only its owner may read it."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with part.open("wb") as file:
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

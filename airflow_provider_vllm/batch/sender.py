@@ -28,7 +28,7 @@ from airflow_provider_vllm.batch.answers import (
     fatal,
     server_message,
 )
-from airflow_provider_vllm.batch.client import Client, Reply
+from airflow_provider_vllm.batch.client import Client, Reply, most_connections
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import Vitals
 from airflow_provider_vllm.batch.journal import PROVEN, Earlier, Journal
@@ -72,7 +72,8 @@ class Sender(threading.Thread):
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.commands: deque[Any] = deque()
         self.vitals = Vitals()
-        limit = tuning.START if spec.concurrency == "auto" else spec.concurrency
+        most = most_connections()
+        limit = min(tuning.START if spec.concurrency == "auto" else spec.concurrency, most)
         pack = (tuning.PACK if short else 1) if spec.pack == "auto" else spec.pack
         self.stats = Stats(limit=limit, pack=pack if may_pack else 1)
         self._tuning = tuning.begin(
@@ -80,6 +81,7 @@ class Sender(threading.Thread):
             tuning.Sample(time.monotonic(), 0),
             may_pack=may_pack and spec.pack == "auto",
             may_grow=spec.concurrency == "auto",
+            most=most,
         )
         self._tune_at = 0.0
         self._spec, self._endpoint = spec, endpoint
@@ -96,8 +98,6 @@ class Sender(threading.Thread):
         self._stopped = True
         if self.is_alive():
             self.join(timeout)
-
-    # The thread.
 
     def run(self) -> None:
         try:

@@ -56,16 +56,22 @@ class Tuning:
     baseline: float | None = None
     moves: tuple[str, ...] = ()
     hold_until: float = 0.0
+    most: int = MOST
 
     @property
     def now_used(self) -> Setting:
         return self.trial or self.setting
 
 
-def begin(setting: Setting, sample: Sample, *, may_pack: bool, may_grow: bool) -> Tuning:
-    """A climb from a setting. `may_pack` and `may_grow` say which of its two numbers may change."""
+def begin(
+    setting: Setting, sample: Sample, *, may_pack: bool, may_grow: bool, most: int = MOST
+) -> Tuning:
+    """A climb from a setting. `may_pack` and `may_grow` say which of its two numbers may change.
+
+    `most` is the largest limit that may be tried.
+    """
     moves = ("pack",) * may_pack + ("unqueue", "double", "halve") * may_grow
-    return Tuning(setting, may_pack, may_grow, sample, skip=0, moves=moves)
+    return Tuning(setting, may_pack, may_grow, sample, skip=0, moves=moves, most=min(most, MOST))
 
 
 def advance(tuning: Tuning, sample: Sample) -> Tuning:
@@ -158,7 +164,7 @@ def _moved(tuning: Tuning, move: str, sample: Sample) -> Setting | None:
         return Setting(max(8, now.limit - (sample.waiting or 0) * 4 // 5), now.pack)
     if move in ("double", "grow"):
         queued = _queued(sample, now, part=10)
-        limit = min(MOST, now.limit * 2 if move == "double" else now.limit * 5 // 4 + 1)
+        limit = min(tuning.most, now.limit * 2 if move == "double" else now.limit * 5 // 4 + 1)
         return Setting(limit, now.pack) if limit > now.limit and not queued else None
     limit = now.limit // 2 if move == "halve" else now.limit * 4 // 5
     return Setting(limit, now.pack) if limit >= 8 else None

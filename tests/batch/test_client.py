@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import logging
+import os
+import resource
 import socket
 import ssl
 import threading
@@ -18,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from airflow_provider_vllm.batch.answers import Kind, classify
-from airflow_provider_vllm.batch.client import Client, Reply, request
+from airflow_provider_vllm.batch.client import Client, Reply, most_connections, request
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -267,3 +270,41 @@ def test_more_in_flight_than_select_can_see(server: ThreadedEndpoint) -> None:
 
 def test_libcurl_speaks_tls() -> None:
     assert "SSL" in pycurl.version or "TLS" in pycurl.version
+
+
+@contextmanager
+def open_files(limit: int) -> Iterator[None]:
+    """Another soft limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_more_connections_than_files_may_be_open(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = len(os.listdir("/proc/self/fd"))
+    with open_files(used + 200):
+        most = most_connections()
+        assert most == used + 100
+        with caplog.at_level(logging.WARNING):
+            one = BatchSpec(prompts=["a"] * 10, concurrency=4000)
+            assert run(one, link, tmp_path).manifest.concurrency == most
+        assert f"{most} is used" in caplog.text
+    with open_files(90):
+        assert most_connections() == 1
+
+
+def test_a_request_without_a_free_descriptor_says_so() -> None:
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest)]  # no gap is left below
+    try:
+        with open_files(max(held) + 1):
+            status, reason = request(Endpoint("http://127.0.0.1:9", "m"), "/health", 2)
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert status == 0 and reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from airflow_provider_vllm.batch import journal as module
 from airflow_provider_vllm.batch import results
-from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.journal import Journal, Meta
 from airflow_provider_vllm.batch.records import END, WINDOW, head
 from airflow_provider_vllm.exceptions import BatchFailed
 
@@ -147,3 +148,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BatchFailed, match="cannot be written"):
         Journal(tmp_path / "file" / "journal").open()
+
+
+def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        journal = Journal(tmp_path / "new")
+        journal.open()
+        journal.write_meta(Meta("f", "d", None))
+        journal.close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
