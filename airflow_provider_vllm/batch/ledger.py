@@ -5,14 +5,18 @@ Invariant: every row that was read ends here once, as `ok`, `reused`, or with th
 
 from __future__ import annotations
 
+from orjson import JSONDecodeError
+
 from airflow_provider_vllm.batch.answers import (
     TAIL,
     Check,
     answer,
     bad_row_line,
+    check_output,
+    loads,
 )
 from airflow_provider_vllm.batch.journal import Journal
-from airflow_provider_vllm.batch.records import END, head
+from airflow_provider_vllm.batch.records import END, Reader, head
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.signals import Stats
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -36,6 +40,7 @@ class Ledger:
         self._spec, self._journal, self._stats = spec, journal, stats
         self._total, self._check = total, check
         self._add = journal.add
+        self._reader: Reader | None = None
         self.flush = journal.flush
         self.verdict: BatchFailed | None = None
 
@@ -48,6 +53,21 @@ class Ledger:
         stats.ok += 1
         stats.prompt_tokens += prompt
         stats.completion_tokens += completion
+
+    def is_still_good(self, position: int) -> bool:
+        """Whether an earlier try's answer keeps to the schema as it is checked now."""
+        if self._check is None:
+            return True
+        self._reader = self._reader or self._journal.reader()
+        try:
+            body = loads(self._reader.line(position))["response"]["body"]
+        except (JSONDecodeError, KeyError, TypeError):
+            return False
+        return check_output(body, self._check) is None
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
 
     def reused(self, row: Row, position: int) -> None:
         """An earlier try has the answer."""

@@ -90,7 +90,7 @@ class Waiting:
         if self._earlier is None:
             return False
         at = self._earlier.answers.get(int(row.key, 16))
-        if at is not None:
+        if at is not None and self._ledger.is_still_good(at):
             self._ledger.reused(row, at)
             return True
         row.deaths = self._earlier.deaths.get(row.key, 0)
@@ -121,3 +121,4 @@ class Waiting:
 
     def close(self) -> None:
         self._input.close()
+        self._ledger.close()

@@ -134,6 +134,31 @@ def test_a_pydantic_class_is_a_schema(link: ForeignLink, tmp_path: Path) -> None
     assert result.answers == ['{"age": 3}', None]
 
 
+def test_answers_of_an_earlier_try_are_checked_too(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """A validator that was added leaves the JSON schema, and so the request, as it was."""
+    from pydantic import BaseModel, create_model, field_validator
+
+    def adult(cls: type, age: int) -> int:
+        if age < 18:
+            raise ValueError("not an adult")
+        return age
+
+    loose: type[BaseModel] = create_model("Person", age=(int, ...))
+    strict: type[BaseModel] = create_model(
+        "Person", age=(int, ...), __validators__={"adult": field_validator("age")(adult)}
+    )
+    prompts = ['[[say {"age": 3}]]', '[[say {"age": 30}]]']
+    spec = BatchSpec(prompts=prompts, output_schema=loose, max_error_rate=1, pack=1)
+    assert run(spec, link, tmp_path).manifest.outcomes == {"ok": 2}
+    assert run(spec, link, tmp_path).manifest.reused == 2
+    result = run(spec.replace(output_schema=strict), link, tmp_path)
+    assert result.answers == [None, '{"age": 30}']
+    assert result.manifest.reused == 1
+    assert server.behaviour.requests == 3
+
+
 def test_the_raw_text_of_an_invalid_output_is_kept(link: ForeignLink, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "[[say not JSON]]"}])
     spec = BatchSpec(
