@@ -55,6 +55,8 @@ class RowMaker:
         self._template = Template(spec.prompt_template) if spec.prompt_template else None
         self._schema = schema_of(spec.output_schema)
         self._seen = IntSet(expected)
+        self._named = False  # whether a custom id was seen
+        self._unnamed = 0  # rows before it that have default ids
         self._limit = spec.max_row_bytes
         self._offset = spec.row_offset
         self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
@@ -75,6 +77,25 @@ class RowMaker:
 
     def default_id(self, number: int) -> str:
         return f"row-{number + self._offset + 1}"
+
+    def _free_id(self, number: int) -> str:
+        """The default id, or one like it where an earlier row has that as its custom id."""
+        name = self.default_id(number)
+        if not self._named:
+            self._unnamed = number + 1
+            return name
+        while not self._seen.add(hash(name)):
+            name += "'"
+        return name
+
+    def _is_new(self, custom_id: str) -> bool:
+        self._named = True
+        tail = custom_id.removeprefix("row-")
+        if self._unnamed and tail != custom_id and tail.isdecimal() and len(tail) < 19:
+            number = int(tail) - self._offset - 1
+            if 0 <= number < self._unnamed and self.default_id(number) == custom_id:
+                return False
+        return self._seen.add(hash(custom_id))
 
     def _bad(self, number: int, source: str, line: int, value: Any, error: Any) -> BadRow:
         record = value
@@ -109,7 +130,7 @@ class RowMaker:
         else:
             body = self._prompt(value)
         identity = b"#%d" % (number + self._offset)
-        return self._row(number, self.default_id(number), self._url, body, identity)
+        return self._row(number, self._free_id(number), self._url, body, identity)
 
     def _row(
         self, number: int, custom_id: str, url: str, body: dict[str, Any], identity: bytes
@@ -153,7 +174,7 @@ class RowMaker:
             identity = b"=" + custom_id.encode()
         except UnicodeEncodeError:
             raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
-        if not self._seen.add(hash(custom_id)):
+        if not self._is_new(custom_id):
             raise RowError(
                 "duplicate_custom_id",
                 f"custom_id {custom_id!r} stood in an earlier row",

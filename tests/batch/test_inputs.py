@@ -120,6 +120,16 @@ def test_the_number_of_a_row_and_a_custom_id_never_meet() -> None:
         assert keys[0] != keys[1]
 
 
+def test_default_ids_are_unique_beside_custom_ids() -> None:
+    rows = ["a", batch_row("row-1", "b"), batch_row("row-4", "c"), "d", batch_row("row-01", "e")]
+    made = list(RowMaker(BatchSpec(prompts=rows), "m").rows(records(BatchSpec(prompts=rows), ())))
+    assert [row.custom_id for row in made] == ["row-1", "row-1", "row-4", "row-4'", "row-01"]
+    assert [getattr(row, "code", "") for row in made] == ["", "duplicate_custom_id", "", "", ""]
+    named = [b"broken", batch_row("row-1", "b")]
+    good = list(RowMaker(BatchSpec(prompts=named), "m").rows(records(BatchSpec(prompts=named), ())))
+    assert [type(row) for row in good] == [BadRow, Row]
+
+
 def test_a_template_meets_a_row_without_the_column(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", [{"a": 1}, {"b": 2}, {"a": None}])
     rows = RowMaker(spec(path, prompt_template="{a}"), "m").rows(
