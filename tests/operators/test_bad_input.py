@@ -26,7 +26,8 @@ from airflow_provider_vllm.exceptions import (
     PreflightFailed,
 )
 from airflow_provider_vllm.server.state import StateRoot
-from tests.airflow_unit import context_of
+from tests.airflow_unit import FakeTaskInstance, context_of
+from tests.fakes.endpoint import ThreadedEndpoint
 from tests.server.conftest import fake_spec
 
 pytestmark = pytest.mark.usefixtures("nothing_started")
@@ -220,18 +221,27 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-def test_an_output_path_that_belongs_to_another_input(tmp_path: Path) -> None:
+def test_an_output_path_that_belongs_to_another_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for day in ("one", "two"):
         (tmp_path / f"{day}.jsonl").write_text('{"prompt": "x"}\n')
     out = tmp_path / "out.jsonl"
-    out.write_text("{}\n")
-    manifest = {"input": [str(tmp_path / "one.jsonl")], "input_digest": "0"}
-    (tmp_path / "out.jsonl.manifest.json").write_text(json.dumps(manifest))
+    with ThreadedEndpoint() as server:
+        connection = {"conn_type": "vllm", "host": "127.0.0.1", "port": server.port}
+        monkeypatch.setenv("AIRFLOW_CONN_SOME", json.dumps(connection))
+        first = tmp_path / "one.jsonl"
+        batch(spec=None, vllm_conn_id="some", input_path=str(first), output_path=str(out))
+    answers = out.read_bytes()
+    second = str(tmp_path / "two.jsonl")
+    task = VllmBatchOperator(
+        task_id="ask", spec=fake_spec(), input_path=second, output_path=str(out)
+    )
     with pytest.raises(InvalidPrompts) as caught:
-        batch(input_path=str(tmp_path / "two.jsonl"), output_path=str(out))
-    assert f"output_path {out} exists and belongs to another input" in str(caught.value)
-    assert "one.jsonl" in str(caught.value)
-    assert out.read_text() == "{}\n", "it is left as it was"
+        task.execute(context_of(FakeTaskInstance(run_id="the next day")))
+    assert str(out) in str(caught.value)
+    assert "name another" in str(caught.value)
+    assert out.read_bytes() == answers, "it is left as it was"
 
 
 def test_a_field_of_the_batch_that_does_not_exist() -> None:
