@@ -26,6 +26,7 @@ from airflow_provider_vllm.batch.sources import (
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
+LONGEST_NAME = 255 - len(".12345678..part")  # a file is written under such a name first
 PACKAGES = {
     "s3": "apache-airflow-providers-amazon and s3fs",
     "gs": "apache-airflow-providers-google and gcsfs",
@@ -109,6 +110,8 @@ def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath)
         seen.append((name, path))
         if not is_local(path):
             continue
+        if len(os.fsencode(path.name)) > LONGEST_NAME:
+            raise InvalidPrompts(f"{name} {text}: the file name is too long; use a shorter one")
         if path.is_dir():
             raise InvalidPrompts(f"{name} {text} is a directory; name a file in it")
         folder = results.target_of(path).parent

@@ -64,7 +64,7 @@ def _heads(
     spec: BatchSpec, sources: tuple[Source, ...], added: tuple[str, str]
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """The rows that may have an added column: of a table the first, of lines those that hold the name."""
-    marks = [name.encode() for name in added]
+    marks = [str(name).encode() for name in added]
     parts: list[tuple[Source, ...]] = [(source,) for source in sources]
     for part in parts or [()]:
         table = bool(part) and part[0].format in ("csv", "parquet")
@@ -195,7 +195,7 @@ def _write_csv(
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, float)) else _text(value)
+    return _text(value) if isinstance(value, (str, dict, list)) else value
 
 
 def _json(value: Any) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,16 @@ def test_values_that_no_json_library_likes(link: ForeignLink, tmp_path: Path, su
     found = read_rows(target) if suffix == ".jsonl" else table(target)
     values = [row["x"] if suffix == ".jsonl" else json.loads(row["x"]) for row in found]
     assert values == [deep, 1 << 70]
+
+
+def test_dates_and_decimals_in_csv_are_plain(link: ForeignLink, tmp_path: Path) -> None:
+    values = {"day": datetime.date(2026, 1, 2), "cost": Decimal("1.50"), "many": [Decimal("0.1")]}
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "a", **values}]), tmp_path / "in.parquet"
+    )
+    run(spec(tmp_path / "in.parquet", tmp_path / "out.csv"), link, tmp_path)
+    (row,) = table(tmp_path / "out.csv")
+    assert (row["day"], row["cost"], row["many"]) == ("2026-01-02", "1.50", '["0.1"]')
 
 
 def test_a_damaged_parquet_page(link: ForeignLink, tmp_path: Path) -> None:

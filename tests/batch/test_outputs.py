@@ -109,3 +109,10 @@ def test_a_schema_that_refers_to_itself() -> None:
         "properties": {"child": {"$ref": "#/$defs/leaf"}, "up": {"$ref": "#"}},
     }
     check_inputs(BatchSpec(prompts=["a"], output_schema={**tree, "$defs": {"leaf": {}}}))
+
+
+@pytest.mark.parametrize("length", [226, 245, 300])
+def test_a_name_that_is_too_long(tmp_path: Path, length: int) -> None:
+    output = tmp_path / ("x" * length + ".jsonl")
+    with pytest.raises(InvalidPrompts, match="the file name is too long"):
+        check_inputs(BatchSpec(prompts=["a"], output_path=str(output)))
