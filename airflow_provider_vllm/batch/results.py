@@ -213,6 +213,8 @@ def is_manifest(path: Any) -> bool:
 
 def _first_json(path: Any, read: Callable[[Any], bytes]) -> Any:
     """None without a file or anything in it; False where it is not JSON."""
+    if is_local(path) and path.exists() and not path.is_file():
+        return False  # a device or a pipe: a rename would put a file in its place
     try:
         with path.open("rb") as raw:
             text = read(gzip.GzipFile(fileobj=raw) if is_gz(str(path)) else raw)

@@ -27,7 +27,6 @@ from airflow_provider_vllm.batch.sources import (
     ToPath,
     find_sources,
     local_path,
-    parquet_file,
     records,
 )
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -180,18 +179,15 @@ def _parquet_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
 
     first, held = 0, 0
     tables: list[Any] = []
-    for source in sources:
-        with source.open() as raw, parquet_file(source, raw) as file:
-            for batch in file.iter_batches(batch_size=4096):
-                table = pyarrow.Table.from_batches([batch])
-                while held + table.num_rows >= quota:
-                    part = table.slice(0, quota - held)
-                    table = table.slice(quota - held)
-                    yield finished(first, [*tables, part])
-                    first, held, tables = first + quota, 0, []
-                if table.num_rows:
-                    tables.append(table)
-                    held += table.num_rows
+    for table in parquet_tables(pyarrow, sources, parquet_schema(sources)):
+        while held + table.num_rows >= quota:
+            part = table.slice(0, quota - held)
+            table = table.slice(quota - held)
+            yield finished(first, [*tables, part])
+            first, held, tables = first + quota, 0, []
+        if table.num_rows:
+            tables.append(table)
+            held += table.num_rows
     if tables:
         yield finished(first, tables)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,14 @@ def test_a_name_that_is_too_long(tmp_path: Path, length: int) -> None:
     output = tmp_path / ("x" * length + ".jsonl")
     with pytest.raises(InvalidPrompts, match="the file name is too long"):
         check_inputs(BatchSpec(prompts=["a"], output_path=str(output)))
+
+
+def test_a_pipe_is_no_errors_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    spec = BatchSpec(
+        prompts=["a"],
+        output_path=str(tmp_path / "o.jsonl"),
+        errors_path=str(tmp_path / "pipe"),
+    )
+    with pytest.raises(InvalidPrompts, match="no batch has written it"):
+        check_inputs(spec)

@@ -134,3 +134,13 @@ def test_merge_and_an_errors_file_that_is_there(link: ForeignLink, tmp_path: Pat
     write_rows(errors, [{"custom_id": "row-1", "response": None, "error": {"code": "x"}}])
     merge(manifests, str(tmp_path / "merged.jsonl"))
     assert not errors.exists()
+
+
+def test_parquet_files_with_other_columns_are_split(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"more": ["x"], "prompt": ["b"]}), tmp_path / "b.parquet")
+    (shard,) = split(str(tmp_path / "?.parquet"), str(tmp_path / "work"), shards=1)
+    assert parquet.read_table(shard["input_path"]).to_pylist() == [
+        {"prompt": "a", "n": 1, "more": None},
+        {"prompt": "b", "n": None, "more": "x"},
+    ]
