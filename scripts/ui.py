@@ -24,7 +24,9 @@ HOME = ROOT / ".demo" / "ui"
 
 def main(home: Path = HOME) -> int:
     """Run with the Airflow of `home` until interrupted; the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    # SIGINT too: it is ignored in what a script starts in the background, and Ctrl-C has to work there.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     progress = Progress(2)
     try:
         port = int(os.environ.get("PORT") or 0)

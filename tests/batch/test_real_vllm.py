@@ -21,6 +21,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import is_healthy, look
 from airflow_provider_vllm.batch.run import run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.server.processes import every_process, kill
 from tests.batch.helpers import LOG, ForeignLink, batch_row, read_rows, until, write_rows
 from tests.batch.matrix import journalled
 
@@ -51,7 +52,6 @@ class RealLink(ForeignLink):
         url = f"http://127.0.0.1:{port}"
         until(lambda: self.process.poll() is not None or not is_healthy(Endpoint(url, "m")), 180)
         assert self.process.poll() is None, self._log.read_text()[-2000:]
-        self._mapped = {path for pid in self.processes("") for path in shared_memory(pid)}
         return url
 
     def processes(self, name: str) -> list[int]:
@@ -67,32 +67,21 @@ class RealLink(ForeignLink):
         return found
 
     def end(self) -> None:
-        """Clean where it can be, so that no shared memory is left."""
+        """Clean where it can be; Python's trackers go last, which remove the shared memory of killed ones."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGCONT)
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        mine = [each.identity for each in every_process() if each.session == self.process.pid]
+        assert kill(mine, timeout=10) == []
         self.process.wait()
-        until(lambda: not self.processes(""))
-        for path in self._mapped:
-            path.unlink(missing_ok=True)
 
     def recover(self, reason: str) -> Endpoint:
         self.losses.append(reason)
         self.end()
         self.endpoint = Endpoint(self._start(), "m", owned=True)
         return self.endpoint
-
-
-def shared_memory(pid: int) -> set[Path]:
-    try:
-        text = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return set()
-    return {Path(line.split()[-1]) for line in text.splitlines() if "/dev/shm/" in line}
 
 
 @pytest.fixture
