@@ -65,7 +65,8 @@ def test_a_disk_that_is_full_is_said_once_and_caught_up_with(
     with caplog.at_level(logging.ERROR):
         record.write(state=state.READY)
         record.write(lease_until=5.0)
-    assert len(caplog.records) == 1
+    # Other loggers' levels depend on what was imported before: only errors count.
+    assert len([each for each in caplog.records if each.levelno >= logging.ERROR]) == 1
     assert record.state.state == state.READY
     record.dir.state_file.rmdir()
     record.write(state=state.READY)  # nothing new, but the file is behind
