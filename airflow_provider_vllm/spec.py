@@ -165,10 +165,6 @@ class ServerSpec:
         }
         return out
 
-    def masked(self) -> dict[str, Any]:
-        """The same with all of `env` masked: for views."""
-        return {**self.to_json(), "env": dict.fromkeys(self.env, MASK)}
-
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with what changes answers: model, adapters, and the options that do.

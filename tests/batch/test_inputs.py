@@ -96,9 +96,9 @@ def test_a_column_named_body_makes_no_batch_row(tmp_path: Path) -> None:
 
 
 def test_numpy_values_are_sent_as_numbers() -> None:
+    import numpy
     import orjson
 
-    numpy = pytest.importorskip("numpy")
     rows = [
         numpy.str_("a"),
         {"prompt": "b", "params": {"top_p": numpy.float32(0.5)}},
