@@ -17,10 +17,12 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 
 PR_SET_CHILD_SUBREAPER = 36
 TRACKERS_S = 1.0
+LOOK_S = 0.3
 ROUND_S = 1.0
 LONGEST_ROUND_S = 2.0  # twice a round: a busy machine is not a paused one
 
@@ -76,9 +78,11 @@ def kill_tree(seconds=5.0):
     """
     deadline = time.monotonic() + seconds
     alone_since = deadline  # since when only trackers are left
+    trackers: dict[int, bool] = {}
     while True:
         below = children_of([os.getpid()])
-        others = [pid for pid in below if not is_tracker(pid)]
+        look_at([pid for pid in below if pid not in trackers], trackers)
+        others = [pid for pid in below if not trackers[pid]]
         if not others:
             alone_since = min(alone_since, time.monotonic())
         spared = others or time.monotonic() - alone_since < TRACKERS_S
@@ -94,13 +98,34 @@ def kill_tree(seconds=5.0):
         time.sleep(0.02)
 
 
-def is_tracker(pid):
-    """Whether a process is the resource tracker of Python's multiprocessing."""
+def look_at(pids, trackers):
+    """Note for each of these pids whether it is a resource tracker of Python's multiprocessing.
+
+    A process that is stuck in the kernel may never give its command line: it counts as none, and so do
+    those that would have been asked after it.
+    """
+
+    def look():
+        for pid in pids:
+            found[pid] = b"multiprocessing.resource_tracker" in command_of(pid)
+
+    found: dict[int, bool] = {}
+    if pids:
+        thread = threading.Thread(target=look, daemon=True)
+        try:
+            thread.start()
+            thread.join(LOOK_S)
+        except RuntimeError:
+            pass  # no more threads for this user or container
+    trackers.update({pid: found.get(pid, False) for pid in pids})
+
+
+def command_of(pid):
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as command:
-            return b"multiprocessing.resource_tracker" in command.read()
+            return command.read()
     except OSError:
-        return False
+        return b""
 
 
 def reap():

@@ -20,8 +20,9 @@ from airflow_provider_vllm.server.heartbeat import BEAT_S, Heartbeat
 from airflow_provider_vllm.server.processes import ProcessId, identity_of
 
 GUARD = Path(__file__).with_name("guard.py")
-# Without a beat for this long the guard ends the tree; the whole has to fit into 10 s.
-SILENCE_S = 8.0
+# Without a beat for this long the guard ends the tree; with a round, a look and the trackers' second it has
+# to fit into 10 s.
+SILENCE_S = 7.5
 # Beats without an echo after which the guard counts as frozen: it is woken, and given up in the end.
 BEATS_UNTIL_WOKEN = 5
 BEATS_UNTIL_KILLED = 20

@@ -2,6 +2,10 @@
 
 A pid alone names nobody: pids are used again. Here a process is its pid **and** its start time, in
 clock ticks since boot (field 22 of /proc/PID/stat, proc(5)). A zombie counts as dead.
+
+Invariant: no process that is stuck in the kernel holds up the end of the others. What /proc reads from
+another process's memory (cmdline, environ, maps) waits for that process's memory lock, so it is asked for in
+threads and without it where it does not come; stat and the links in fd never wait.
 """
 
 from __future__ import annotations
@@ -9,11 +13,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from airflow_provider_vllm.environment import START_MARK
 
@@ -21,6 +27,11 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 # How long a resource tracker may take to clean up after the processes that it worked for.
 TRACKERS_S = 1.0
+# How long one process may take to give what takes a fraction of a millisecond, and all of them together.
+ANSWER_S = 0.5
+ANSWERS_S = 2.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,12 +158,50 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def has_mark(pid: int, nonce: str) -> bool:
-    """Whether a process was started with the mark of this start of a server in its environment."""
+def ask_each(
+    pids: Iterable[int],
+    question: Callable[[int], T],
+    *,
+    patience: float = ANSWER_S,
+    timeout: float = ANSWERS_S,
+) -> dict[int, T]:
+    """The answers by pid, without those of the processes that take longer than `patience` seconds each, or come
+    later than `timeout` seconds. `question` must not raise."""
+    deadline = time.monotonic() + timeout
+    todo = iter(list(pids))
+    answers: dict[int, T] = {}
+
+    def ask() -> None:
+        for pid in todo:
+            answers[pid] = question(pid)
+
+    while True:
+        # It leaves the rest to the next one where it is stuck.
+        thread = threading.Thread(target=ask, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this user or container
+            return dict(answers)
+        had = -1
+        while thread.is_alive() and had < len(answers):
+            had = len(answers)
+            thread.join(max(0.0, min(patience, deadline - time.monotonic())))
+        if not thread.is_alive() or time.monotonic() >= deadline:
+            return dict(answers)
+
+
+def read_memory_file(pid: int, name: str) -> bytes:
+    """/proc/PID/NAME, b"" where there is none. It may wait for ever: see `ask_each`."""
     with suppress(OSError):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return f"{START_MARK}={nonce}".encode() in variables
-    return False
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def marked(pids: Iterable[int], nonce: str) -> set[int]:
+    """Those processes that were started with the mark of this start of a server in their environment."""
+    mark = f"{START_MARK}={nonce}".encode()
+    found = ask_each(pids, lambda pid: mark in read_memory_file(pid, "environ").split(b"\0"))
+    return {pid for pid, has_it in found.items() if has_it}
 
 
 def writes_to(pid: int, path: Path) -> bool:
@@ -184,12 +233,13 @@ def tree_of(
     table = every_process()
     known = set(recorded)
     logs = [Path(os.path.realpath(path)) for path in log_paths]
+    with_mark = marked((stat.pid for stat in table), nonce) if nonce is not None else set()
     mine = {
         stat.pid: stat
         for stat in table
         if stat.identity in known
         or any(writes_to(stat.pid, log) for log in logs)
-        or (nonce is not None and has_mark(stat.pid, nonce))
+        or stat.pid in with_mark
     }
     if session is not None and any(stat.session == session for stat in mine.values()):
         mine.update({stat.pid: stat for stat in table if stat.session == session})
@@ -207,7 +257,8 @@ def kill(processes: Iterable[ProcessId], *, timeout: float) -> list[ProcessId]:
     """
     deadline = time.monotonic() + timeout
     left = list(processes)
-    trackers = [process for process in left if _is_tracker(process.pid)]
+    is_tracker = ask_each((process.pid for process in left), _is_tracker)
+    trackers = [process for process in left if is_tracker.get(process.pid)]
     others = [process for process in left if process not in trackers]
     for process in others:
         process.signal(signal.SIGKILL)
@@ -227,8 +278,4 @@ def _wait_for_end(processes: list[ProcessId], deadline: float) -> list[ProcessId
 
 
 def _is_tracker(pid: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"multiprocessing.resource_tracker" in command
+    return b"multiprocessing.resource_tracker" in read_memory_file(pid, "cmdline")

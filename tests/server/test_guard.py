@@ -70,14 +70,16 @@ Start = Callable[..., Guarded]
 def guard(tmp_path: Path) -> Iterator[Start]:
     started: list[Guarded] = []
 
-    def start(*command: str, silence: float = 30.0) -> Guarded:
+    def start(
+        *command: str, silence: float = 30.0, program: tuple[str, ...] = (str(GUARD),)
+    ) -> Guarded:
         control_read, control = os.pipe()
         status, status_write = os.pipe()
         log, extra = tmp_path / "log", os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
         with log.open("ab") as out:
             fds = (control_read, status_write, out.fileno())
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), *map(str, fds), str(silence), *command],
+                [sys.executable, "-I", "-S", *program, *map(str, fds), str(silence), *command],
                 pass_fds=(*fds, extra),
                 stderr=out,
                 start_new_session=True,
@@ -213,3 +215,25 @@ def test_beats_that_pile_up_while_nobody_reads_the_echo(guard: Start) -> None:
     one.process.wait(5)
     assert not [process for process in tree if process.alive]
     assert identity_of(one.process.pid) is None
+
+
+# The guard, to which no process ever gives its command line: each look waits for a pipe's other end.
+BLIND = """
+import os, runpy, sys
+guard = runpy.run_path(sys.argv.pop(1), run_name="guard")
+os.mkfifo(fifo := sys.argv.pop(1))
+guard["look_at"].__globals__["command_of"] = lambda pid: open(fifo, "rb").read()
+guard["main"](sys.argv)
+"""
+
+
+def test_processes_stuck_in_the_kernel_do_not_hold_it_up(guard: Start, tmp_path: Path) -> None:
+    """Their command lines, in the memory that they have locked, never come."""
+    program = ("-c", BLIND, str(GUARD), str(tmp_path / "fifo"))
+    one = guard(sys.executable, "-c", TREE, program=program)
+    tree = grown(one)
+    began = time.monotonic()
+    one.close()
+    one.process.wait(5)
+    assert time.monotonic() - began < 2
+    assert not [process for process in tree if process.alive]

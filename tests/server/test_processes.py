@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm.environment import START_MARK
+from airflow_provider_vllm.server import processes
 from airflow_provider_vllm.server.processes import (
     ProcessId,
     Stat,
+    ask_each,
     descendants,
-    has_mark,
     identity_of,
     kill,
+    marked,
     read_stat,
     this_process,
     tree_of,
@@ -122,7 +124,7 @@ def test_the_tree_is_found_by_record_log_session_and_mark(start: Start, tmp_path
             start_new_session=True,
         )
         writer = start(stdout=out, stderr=subprocess.DEVNULL)
-    marked = start(env={**os.environ, START_MARK: "0123456789abcdef"}, start_new_session=True)
+    mine = start(env={**os.environ, START_MARK: "0123456789abcdef"}, start_new_session=True)
     stranger = start(env={**os.environ, START_MARK: "fedcba9876543210"})
     wait_for(lambda: len(descendants(leader.pid)) == 1)
     child = descendants(leader.pid)[0].pid
@@ -139,12 +141,12 @@ def test_the_tree_is_found_by_record_log_session_and_mark(start: Start, tmp_path
     child_id = identity_of(child)
     assert tree(recorded=[child_id], session=leader.pid) == {leader.pid, child}
     assert tree(log_paths=[log]) == {writer.pid}
-    assert tree(nonce="0123456789abcdef") == {marked.pid}
+    assert tree(nonce="0123456789abcdef") == {mine.pid}
     log.rename(tmp_path / "elsewhere")
     assert writes_to(writer.pid, tmp_path / "elsewhere")
     (tmp_path / "elsewhere").unlink()
     assert writes_to(writer.pid, tmp_path / "elsewhere")
-    assert has_mark(stranger.pid, "fedcba9876543210")
+    assert marked([mine.pid, stranger.pid], "fedcba9876543210") == {stranger.pid}
     assert child_id
     kill([child_id], timeout=5)
 
@@ -162,3 +164,42 @@ def test_kill_names_who_does_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kill([found], timeout=0.2) == [found]
         assert time.monotonic() - began < 1
         process.kill()
+
+
+@pytest.fixture
+def never(tmp_path: Path) -> Iterator[Callable[[], bytes]]:
+    """A read that waits until the test is over, as the memory files of a process stuck in the kernel do."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    yield lambda: fifo.read_bytes()
+    os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+
+
+def test_who_does_not_answer_does_not_hold_up_the_others(never: Callable[[], bytes]) -> None:
+    began = time.monotonic()
+    found = ask_each(
+        range(10), lambda pid: never() if pid in (0, 4, 9) else b"%d" % pid, patience=0.1
+    )
+    assert set(found) == {1, 2, 3, 5, 6, 7, 8}
+    assert time.monotonic() - began < 2
+    began = time.monotonic()
+    assert ask_each(range(1000), lambda pid: never(), patience=0.1, timeout=0.4) == {}
+    assert time.monotonic() - began < 2
+
+
+def test_a_stuck_process_is_found_and_killed_with_the_others(
+    start: Start, never: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {**os.environ, START_MARK: "0123456789abcdef"}
+    stuck, other = start(start_new_session=True), start(env=environ)
+    read = processes.read_memory_file
+    monkeypatch.setattr(
+        processes,
+        "read_memory_file",
+        lambda pid, name: never() if pid == stuck.pid else read(pid, name),
+    )
+    began = time.monotonic()
+    tree = tree_of([identity(stuck)], None, [], "0123456789abcdef")
+    assert {stat.pid for stat in tree} == {stuck.pid, other.pid}
+    assert kill([stat.identity for stat in tree], timeout=5) == []
+    assert time.monotonic() - began < 5
