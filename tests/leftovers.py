@@ -1,4 +1,4 @@
-"""What a test left behind: processes, and shared memory segments of vLLM.
+"""What a test left behind: processes, shared memory segments and temporary files of vLLM.
 
 Enters: nothing. Leaves: lists of text, empty where the test ended clean. pytest is made the
 sub-reaper of all it starts, so a server that a test forgot is found, however well it detached
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from pathlib import Path
 from scripts.reaper import PR_SET_CHILD_SUBREAPER
 
 SHM = Path("/dev/shm")
+TEMP = Path(tempfile.gettempdir())
+TEMP_NAMES = "vllm-*"  # a server's folder, a journal's copy
 SEGMENT_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
 # Python's own helpers, which live as long as the process that first needed them.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -76,11 +79,14 @@ class Snapshot:
     def __init__(self) -> None:
         self._before = below(os.getpid(), live_processes(), skip=frozenset())
         self._segments = segments()
+        self._temporary = temporary()
 
     def leftovers(self, settle: float = SETTLE_S) -> list[str]:
-        """Processes and segments that the test left, after they had `settle` seconds to go."""
+        """What the test left, after it had `settle` seconds to go."""
         deadline = time.monotonic() + settle
-        while (found := self._processes() or self._shm()) and time.monotonic() < deadline:
+        while (
+            found := self._processes() or self._shm() or self._files()
+        ) and time.monotonic() < deadline:
             time.sleep(0.1)
         return found
 
@@ -109,6 +115,25 @@ class Snapshot:
     def _shm(self) -> list[str]:
         new = segments() - self._segments
         return [f"segment {SHM / name}" for name in sorted(new - in_use(new))] if new else []
+
+    def _files(self) -> list[str]:
+        new = temporary() - self._temporary
+        return [f"temporary {TEMP / name}" for name in sorted(new - named(new))] if new else []
+
+
+def temporary() -> set[str]:
+    """Names in the temporary folder of the kinds that this package makes."""
+    return {path.name for path in TEMP.glob(TEMP_NAMES)}
+
+
+def named(names: set[str]) -> set[str]:
+    """Those of `names` that stand in the environment of some live process: another server's."""
+    found = set()
+    for process in live_processes():
+        with contextlib.suppress(OSError):
+            environ = Path(f"/proc/{process.pid}/environ").read_text(errors="replace")
+            found |= {name for name in names if name in environ}
+    return found
 
 
 def segments() -> set[str]:

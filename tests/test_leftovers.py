@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 from tests.leftovers import Snapshot
 
@@ -35,3 +37,18 @@ def test_a_segment_counts_when_nobody_has_it_open() -> None:
         assert before.leftovers(settle=0) == ["segment /dev/shm/psm_left_by_a_test"]
     finally:
         segment.unlink()
+
+
+def test_a_temporary_folder_counts_when_no_process_uses_it() -> None:
+    before = Snapshot()
+    folder = Path(tempfile.mkdtemp(prefix="vllm-"))
+    try:
+        user = subprocess.Popen(["sleep", "600"], env={**os.environ, "TMPDIR": str(folder)})
+        try:
+            assert before._files() == []
+        finally:
+            user.kill()
+            user.wait()
+        assert before.leftovers(settle=0) == [f"temporary {folder}"]
+    finally:
+        folder.rmdir()

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from airflow_provider_vllm.server import probe, segments, state
+from airflow_provider_vllm.server import probe, segments, state, temp
 from airflow_provider_vllm.server.guarded import GuardedProcess
 from airflow_provider_vllm.server.lease import Lease
 from airflow_provider_vllm.server.logwatch import LogWatch, News
@@ -103,7 +103,8 @@ class Life:
     async def run(self, lock_fds: tuple[int, ...]) -> End:
         # It may ask the interpreter what it has, which takes a moment.
         command = await asyncio.to_thread(self.order.command, self.port)
-        environ = self.order.environ(os.environ, self.key, self.devices)
+        temporary = temp.make(self.order.nonce, os.environ)
+        environ = self.order.environ(os.environ, self.key, {**self.devices, **temporary})
         log.info("starting %s", " ".join(command))
         try:
             await self.process.start(command, environ, self.record.dir.log_file, lock_fds)

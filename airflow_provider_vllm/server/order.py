@@ -71,14 +71,14 @@ class Order:
         return words + _lora_words(spec)
 
     def environ(
-        self, environ: Mapping[str, str], key: str, devices: Mapping[str, str]
+        self, environ: Mapping[str, str], key: str, given: Mapping[str, str]
     ) -> dict[str, str]:
-        """The environment of vLLM: the allowed part of `environ`, the key, the variables that show it
-        its GPUs, the spec's own, and the mark by which what is left of this start is found."""
+        """The environment of vLLM: the allowed part of `environ`, the key, what this start is `given` (its
+        GPUs, its temporary folder), the spec's own, and the mark by which what is left of it is found."""
         out = allowed(environ)
         out["PYTHONUNBUFFERED"] = "1"
         out["VLLM_API_KEY"] = key
-        out.update(devices)
+        out.update(given)
         # vLLM's own limit for the engine (600 s by default) must not end a start that may take longer.
         out["VLLM_ENGINE_READY_TIMEOUT_S"] = str(max(600, int(self.spec.startup_timeout)))
         return {**out, **self.spec.env, START_MARK: self.nonce}

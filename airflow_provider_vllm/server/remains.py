@@ -1,4 +1,4 @@
-"""What is left of one start of a server: its state goes in, no process and no segment of it is left after.
+"""What is left of one start of a server: its state goes in, no process, segment or temporary file of it is left after.
 
 Used by the supervisor at the end of its server, and by whoever finds a server whose supervisor is dead.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from airflow_provider_vllm.server import segments
+from airflow_provider_vllm.server import segments, temp
 from airflow_provider_vllm.server.processes import ProcessId, Stat, descendants, kill, tree_of
 from airflow_provider_vllm.server.state import GenerationDir, ServerState
 
@@ -35,7 +35,7 @@ def end(
     below: int | None = None,
     timeout: float = 5.0,
 ) -> list[ProcessId]:
-    """Kill the processes and remove the segments that nobody maps any more; who is still alive."""
+    """Kill the processes, remove the segments that nobody maps any more and the temporary files; who is still alive."""
     held = set(current.segments)
     left: list[ProcessId] = []
     for _ in range(ROUNDS):
@@ -46,4 +46,6 @@ def end(
             break
     if removed := segments.remove(held):
         log.info("removed /dev/shm segments: %s", ", ".join(removed))
+    if not left:
+        temp.remove(current.nonce)
     return left

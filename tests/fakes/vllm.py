@@ -3,7 +3,8 @@
     python tests/fakes/vllm.py --port N [--model NAME] [--plan JSON]
 
 It starts an "engine" and a "worker" as processes of their own below it, logs the stages of a start in the
-shape of vLLM 0.32, holds a /dev/shm segment, then serves `tests/fakes/endpoint.py`. The plan says what goes wrong:
+shape of vLLM 0.32, holds a /dev/shm segment and a socket that it never removes, then serves
+`tests/fakes/endpoint.py`. The plan says what goes wrong:
 
     start_s            seconds until it is ready (0.2)
     fail_at            stage at which it fails: "import", "load weights", "warm up"
@@ -27,9 +28,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -54,6 +58,12 @@ def attempt_number(counter: str | None) -> int:
     with open(counter, "ab+") as file:
         file.write(b".")
         return file.tell()
+
+
+def leave_socket() -> None:
+    """As the sockets between vLLM's processes: one that was killed leaves them behind."""
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
 
 
 def sleeper(name: str, new_session: bool) -> subprocess.Popen[bytes]:
@@ -163,6 +173,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # As vLLM's message queues: a tracker process removes it when this one is gone, killed or not.
     segment = shared_memory.SharedMemory(create=True, size=4096)
+    leave_socket()
     engine = sleeper("engine", False)
     worker = sleeper("worker", bool(plan.get("orphan_session")))
     if plan.get("daemon"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_provider_vllm.server import state
+from airflow_provider_vllm.server import state, temp
 from airflow_provider_vllm.server.processes import Stat, descendants
 from airflow_provider_vllm.server.start import Running
 from airflow_provider_vllm.spec import ServerSpec
@@ -78,6 +78,8 @@ def left(running: Running, tree: list[Stat], servers: Servers) -> list[str]:
     found += [
         f"/dev/shm/{name}" for name in servers.state().segments if Path("/dev/shm", name).exists()
     ]
+    if (folder := temp.folder_of(servers.state().nonce)).exists():
+        found.append(str(folder))
     return found + [str(pid) for pid in servers.tree()]
 
 
@@ -87,6 +89,7 @@ def test_it_answers_and_an_idle_stop_takes_under_3_s(
     running = start()
     tree = tree_of(running)
     assert len(tree) >= 3
+    assert any(path.is_socket() for path in temp.folder_of(running.state.nonce).iterdir())
     assert complete(running, 4) == 200
     # What SECURITY.md says of the key: the first is guarded, the others are not.
     guarded = [status_without_key(running, path) for path in ("/v1/models", "/v1/completions")]
