@@ -29,7 +29,7 @@ test-full: setup  ## all tests, the long matrices too
 	$(BIN)/python -m pytest -m "not chaos"
 
 chaos: setup  ## parts are killed at random while batches run
-	$(BIN)/python -m pytest -m chaos
+	$(BIN)/python -m pytest tests/chaos -m ''
 
 demo: setup  ## two example DAGs through a real Airflow; MODEL=... for another model
 	@$(BIN)/python -m scripts.demo
