@@ -7,17 +7,21 @@ connection's id); nothing of it can set an option that the provider owns.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import ipaddress
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from airflow_provider_vllm import fields
 from airflow_provider_vllm.environment import MASK, holds_credentials, looks_secret
 from airflow_provider_vllm.exceptions import InvalidSpec
+from airflow_provider_vllm.names import nearest
+
+T = TypeVar("T")
 
 # vLLM 0.32's options that are plain store-true: they have no --no-… form (read from its parser).
 STORE_TRUE_ARGS = frozenset({"aggregate_engine_logging"})
@@ -44,6 +48,20 @@ ANSWER_ARGS = frozenset(
 )
 
 
+def _names_checked(cls: type[T]) -> type[T]:
+    """A dataclass whose constructor says of an unknown field where it belongs."""
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        cls.check_names(named)  # type: ignore[attr-defined]
+        made(self, *args, **named)
+
+    setattr(cls, "__init__", init)  # noqa: B010 - mypy knows no other way
+    return cls
+
+
+@_names_checked
 @dataclass(frozen=True)
 class ServerSpec:
     """One vLLM server.
@@ -138,13 +156,11 @@ class ServerSpec:
 
     @classmethod
     def check_names(cls, value: Mapping[str, Any]) -> None:
-        """Raises InvalidSpec where `value` has a key that is no field."""
+        """Raises InvalidSpec where `value` has a key that is no field, and says where it belongs."""
         known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(value) - known, key=str):
-            raise InvalidSpec(
-                f"ServerSpec has no field {', '.join(map(repr, unknown))}. Options of vLLM go into "
-                f"engine_args. Fields: {', '.join(sorted(known))}."
-            )
+        for name in value:
+            if name not in known:
+                raise InvalidSpec(f"ServerSpec has no field {name!r}: {_place_of(name, known)}")
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values, `env` in clear: for the worker's own state directory only."""
@@ -189,6 +205,18 @@ class ServerSpec:
         for name, value in self.engine_args.items():
             out += _option(name, value)
         return out
+
+
+def _place_of(name: Any, known: set[str]) -> str:
+    """What to write instead of a field that there is not."""
+    if name in fields.OWNED_ARGS:
+        return f"{fields.OWNED_ARGS[name]}."
+    if meant := nearest(name, known):
+        return f"did you mean {meant!r}?"
+    return (
+        f"an option of vLLM goes into engine_args, as engine_args={{{name!r}: ...}}. "
+        f"Fields: {', '.join(sorted(known))}."
+    )
 
 
 def _option(name: str, value: Any) -> list[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 import json
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -143,9 +147,41 @@ def test_errors_are_value_errors_too_and_hold_no_secret() -> None:
     assert "hidden-value" not in repr(ServerSpec("m", env={"A_TOKEN": "hidden-value"}))
 
 
-def test_unknown_fields_and_other_types() -> None:
-    with pytest.raises(InvalidSpec, match=r"no field 'max_model_len'.*go into engine_args"):
-        ServerSpec.of({"model": "m", "max_model_len": 1})
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_model_len", r"goes into engine_args, as engine_args=\{'max_model_len': ...\}"),
+        ("tensor_parallel_size", "goes into engine_args"),
+        ("enforce_eager", "goes into engine_args"),
+        ("gpu_memory_utilization", "goes into engine_args"),
+        ("dtype", "goes into engine_args"),
+        ("api_key", "use the field auth_conn_id"),
+        ("hf_token", "use the field hf_conn_id"),
+        ("startup_timout", "did you mean 'startup_timeout'"),
+        ("engine_arg", "did you mean 'engine_args'"),
+        ("Model", "did you mean 'model'"),
+        ("gpu", "did you mean 'gpus'"),
+        ("max-lifetime", "did you mean 'max_lifetime'"),
+        (7, "goes into engine_args"),
+    ],
+)
+def test_an_unknown_field_is_told_where_it_belongs(name: Any, said: str) -> None:
+    with pytest.raises(InvalidSpec, match=rf"ServerSpec has no field {name!r}: .*{said}") as caught:
+        ServerSpec.of({"model": "m", name: "s3cret"})
+    assert "s3cret" not in str(caught.value)
+    if isinstance(name, str):
+        with pytest.raises(InvalidSpec, match=rf"ServerSpec has no field {name!r}: .*{said}"):
+            ServerSpec("m", **{name: "s3cret"})  # type: ignore[arg-type]
+
+
+def test_the_constructor_keeps_its_signature_and_copies() -> None:
+    assert list(inspect.signature(ServerSpec).parameters)[:2] == ["model", "served_model_name"]
+    spec = ServerSpec.of(FULL)
+    assert dataclasses.replace(spec, port=1).port == 1
+    assert copy.deepcopy(spec) == pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_other_types() -> None:
     with pytest.raises(InvalidSpec, match=r"ServerSpec\.model is missing"):
         ServerSpec.of({})
     with pytest.raises(InvalidSpec, match="spec is a str"):

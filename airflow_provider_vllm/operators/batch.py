@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import BaseOperator
 
 from airflow_provider_vllm import worker
-from airflow_provider_vllm.exceptions import (
-    BatchFailed,
-    InvalidInput,
-    NoFreeGpu,
-    ServerError,
+from airflow_provider_vllm.exceptions import BatchFailed, NoFreeGpu, ServerError
+from airflow_provider_vllm.names import refuse_misplaced
+from airflow_provider_vllm.operators.batch_arguments import (
+    ARGUMENTS,
+    PLACES,
+    build,
+    check,
+    path_text,
 )
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
+from airflow_provider_vllm.operators.literals import Literals, naming
 from airflow_provider_vllm.operators.publish import publish
 from airflow_provider_vllm.operators.spec_template import SpecTemplate, TakesSpec
 from airflow_provider_vllm.policies.retry import VllmRetryPolicy
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
     from airflow_provider_vllm.batch.run import BatchResult
     from airflow_provider_vllm.batch.spec import BatchSpec
     from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
+
+
+AnyPath = str | os.PathLike[str]
 
 
 class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
@@ -49,8 +57,12 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
     :param endpoint: `chat` (default), `completions`, `embeddings` and others, or their URL path.
     :param sampling: sampling parameters of every row (`temperature`, `max_tokens`, ...); a row's own win.
     :param batch: further fields of `airflow_provider_vllm.batch.spec.BatchSpec` by name.
+    :param row_offset: number of the first row, as `airflow_provider_vllm.batch.shards.split` gives it.
     :param server_restarts: how often a lost server is started again.
     :param apply_remedy: as in StartVllmServerOperator, for `spec`.
+
+    A literal argument that is wrong raises InvalidInput while the DAG file is read; what is templated, or
+    another task's output, is judged when the task runs.
 
     Returns the answers in input order for `prompts` without `output_path` (None where a row failed),
     else the manifest. XCom key `manifest` holds the manifest in both cases, `diagnosis` why a server failed.
@@ -59,6 +71,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
     template_fields: Sequence[str] = (
         "spec",
         "server",
+        "vllm_conn_id",
         "prompts",
         "input_path",
         "output_path",
@@ -67,6 +80,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
     )
     template_fields_renderers = {"spec": "json", "sampling": "json", "batch": "json"}  # noqa: RUF012 - Airflow's own attribute
     ui_color = "#d8e4f0"
+    places = PLACES
 
     def __init__(
         self,
@@ -75,45 +89,47 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         server: Mapping[str, Any] | XComArg | None = None,
         vllm_conn_id: str | None = None,
         prompts: Sequence[Any] | XComArg | None = None,
-        input_path: str | Sequence[str] | None = None,
-        output_path: str | None = None,
+        input_path: AnyPath | Sequence[AnyPath] | None = None,
+        output_path: AnyPath | None = None,
         endpoint: str = "chat",
         sampling: Mapping[str, Any] | None = None,
         batch: Mapping[str, Any] | None = None,
+        row_offset: int = 0,
         server_restarts: int = 2,
         apply_remedy: bool = False,
         retries: int = 2,
         retry_policy: RetryPolicy | None = VllmRetryPolicy(),  # noqa: B008 - immutable; read from the signature for mapped tasks
         **kwargs: Any,
     ) -> None:
+        with naming(type(self).__name__, str(kwargs.get("task_id"))):
+            refuse_misplaced(kwargs, self.places)
         super().__init__(retries=retries, retry_policy=retry_policy, **kwargs)
-        given = [
-            name
-            for name, value in (("spec", spec), ("server", server), ("vllm_conn_id", vllm_conn_id))
-            if value is not None
-        ]
-        if len(given) != 1:
-            raise InvalidInput(
-                f"VllmBatchOperator {self.task_id!r} has {' and '.join(given) or 'no server'}: give exactly "
-                "one of spec (a server of its own), server (a handle) and vllm_conn_id (somebody else's server)."
-            )
         self.spec = None if spec is None else SpecTemplate.of(spec, self)
         # XComArgs are resolved before `execute()`.
         self.server: Any = server
         self.vllm_conn_id = vllm_conn_id
         self.prompts: Any = prompts
-        self.input_path = input_path
-        self.output_path = output_path
+        self.input_path = path_text(input_path)
+        self.output_path = path_text(output_path)
         self.endpoint = endpoint
         self.sampling = sampling
         self.batch = batch
+        self.row_offset = row_offset
         self.server_restarts = server_restarts
         self.apply_remedy = apply_remedy
+        with naming(type(self).__name__, self.task_id):
+            self.check_arguments(self._arguments(), Literals(self.get_dag()), complete=True)
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: Mapping[str, Any], literals: Literals, *, complete: bool
+    ) -> None:
+        check(arguments, literals, complete=complete)
 
     def execute(self, context: Context) -> Any:
         from airflow_provider_vllm.batch.run import check_inputs, run_batch
 
-        spec = self._batch_spec()
+        spec = build(self._arguments())
         journal_dir = self._journal_dir(context)
         with self.interruptible():  # a large input is read to its end
             checked = check_inputs(
@@ -154,29 +170,10 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
                 self.log.info("%s: %s", name, manifest[name])
         return manifest
 
-    def _batch_spec(self) -> BatchSpec:
-        from airflow_provider_vllm.batch.spec import BatchSpec
-
-        for name in ("sampling", "batch"):
-            if not isinstance(value := getattr(self, name) or {}, Mapping):
-                raise InvalidInput(f"{name} is a {type(value).__name__}: give a dict.")
-        further = dict(self.batch or {})
-        unknown = sorted(set(further) - set(BatchSpec.__dataclass_fields__))
-        if unknown:
-            raise InvalidInput(
-                f"batch has no field {', '.join(map(repr, unknown))}. "
-                f"Fields: {', '.join(BatchSpec.__dataclass_fields__)}."
-            )
-        return BatchSpec(
-            **{
-                "prompts": self.prompts,
-                "input_path": self.input_path,
-                "output_path": self.output_path,
-                "endpoint": self.endpoint,
-                **further,
-                "params": {**dict(further.get("params") or {}), **dict(self.sampling or {})},
-            }
-        )
+    def _arguments(self) -> dict[str, Any]:
+        """What `check` and `build` look at, rendered or not."""
+        spec = None if self.spec is None else self.spec.fields
+        return {"spec": spec, **{name: getattr(self, name) for name in ARGUMENTS}}
 
     def _server_spec(self) -> ServerSpec:
         assert self.spec is not None
@@ -186,7 +183,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
 
         report: Callable[[str], None] = self.log.info
-        if self.vllm_conn_id:
+        if self.vllm_conn_id is not None:
             from airflow_provider_vllm.hooks.vllm import VllmHook
 
             return ForeignEndpoint(VllmHook(self.vllm_conn_id).endpoint(), report=report)

@@ -8,13 +8,17 @@ rendered templates the values of `env` are masked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_provider_vllm.environment import MASK
+from airflow_provider_vllm.names import refuse_misplaced
+from airflow_provider_vllm.operators.literals import Literals, naming
 from airflow_provider_vllm.spec import ServerSpec
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
+
+SPEC_PLACES = {name: f"spec=ServerSpec({name}=...)" for name in ServerSpec.__dataclass_fields__}
 
 
 class SpecTemplate:
@@ -27,16 +31,12 @@ class SpecTemplate:
 
     @classmethod
     def of(cls, spec: Any, operator: BaseOperator) -> SpecTemplate:
-        """What an operator keeps of its `spec`; outputs of other tasks in it become its upstream.
-
-        Raises InvalidSpec for what can be seen before rendering.
-        """
+        """What an operator keeps of its `spec`; outputs of other tasks in it become its upstream."""
         from airflow.providers.common.compat.sdk import XComArg
 
         if isinstance(spec, ServerSpec):
             return cls(spec.to_json())
         if isinstance(spec, Mapping):
-            ServerSpec.check_names(spec)
             spec = dict(spec)
             if isinstance(spec.get("env"), HiddenEnv):
                 spec["env"] = spec["env"].variables
@@ -68,14 +68,34 @@ class HiddenEnv:
 
 
 class TakesSpec:
-    """Mixin of the operators with an argument `spec`: masks its `env` in `.partial()` as well.
+    """Mixin of the operators with an argument `spec`: masks its `env` in `.partial()`, and looks at
+    literal arguments while the DAG file is read.
 
     In `.expand(spec=[...])` give ServerSpec objects, whose text form has no `env`.
     """
 
+    # How to write what is no argument of the operator.
+    places: ClassVar[Mapping[str, str]] = SPEC_PLACES
+
     @classmethod
     def partial(cls, **arguments: Any) -> Any:
+        with naming(cls.__name__, str(arguments.get("task_id"))):
+            cls.check_arguments(arguments, Literals(arguments.get("dag")), complete=False)
         spec = arguments.get("spec")
         if isinstance(spec, Mapping) and isinstance(spec.get("env"), Mapping):
             arguments["spec"] = {**spec, "env": HiddenEnv(spec["env"])}
-        return super().partial(**arguments)  # type: ignore[misc]
+        try:
+            return super().partial(**arguments)  # type: ignore[misc]
+        except TypeError:
+            with naming(cls.__name__, str(arguments.get("task_id"))):
+                refuse_misplaced(arguments, cls.places)
+            raise
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: Mapping[str, Any], literals: Literals, *, complete: bool
+    ) -> None:
+        """Raises InvalidInput for what is wrong with literal arguments. `complete`: False where more
+        are to come, as in `.partial()`."""
+        if complete or "spec" in arguments:
+            literals.check_spec(arguments["spec"])

@@ -9,8 +9,10 @@ from airflow.providers.common.compat.sdk import BaseOperator
 
 from airflow_provider_vllm import worker
 from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu, StartFailed
+from airflow_provider_vllm.names import refuse_misplaced
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
+from airflow_provider_vllm.operators.literals import Literals, naming
 from airflow_provider_vllm.operators.publish import publish
 from airflow_provider_vllm.operators.spec_template import SpecTemplate, TakesSpec
 from airflow_provider_vllm.policies.retry import VllmRetryPolicy
@@ -52,8 +54,14 @@ class StartVllmServerOperator(TakesSpec, Interruptible, BaseOperator):
         retry_policy: RetryPolicy | None = VllmRetryPolicy(),  # noqa: B008 - immutable; read from the signature for mapped tasks
         **kwargs: Any,
     ) -> None:
+        with naming(type(self).__name__, str(kwargs.get("task_id"))):
+            refuse_misplaced(kwargs, self.places)
         super().__init__(retries=retries, retry_policy=retry_policy, **kwargs)
         self.spec = SpecTemplate.of(spec, self)
+        with naming(type(self).__name__, self.task_id):
+            self.check_arguments(
+                {"spec": self.spec.fields}, Literals(self.get_dag()), complete=True
+            )
         self.wait_for_ready = wait_for_ready
         self.apply_remedy = apply_remedy
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import BaseOperator
 
 from airflow_provider_vllm import worker
+from airflow_provider_vllm.operators.literals import Literals, naming
 
 if TYPE_CHECKING:
     from airflow.sdk import Context, XComArg
@@ -29,6 +30,8 @@ class StopVllmServerOperator(BaseOperator):
         self, *, server: Mapping[str, Any] | XComArg, retries: int = 2, **kwargs: Any
     ) -> None:
         super().__init__(retries=retries, **kwargs)
+        with naming(type(self).__name__, self.task_id):
+            Literals(self.get_dag()).check_server(server)
         self.server: Any = server
 
     def execute(self, context: Context) -> None:

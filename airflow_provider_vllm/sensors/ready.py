@@ -11,6 +11,7 @@ from airflow.providers.common.compat.sdk import BaseSensorOperator, PokeReturnVa
 
 from airflow_provider_vllm import worker
 from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable
+from airflow_provider_vllm.operators.literals import Literals, naming
 from airflow_provider_vllm.operators.publish import publish
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class VllmServerReadySensor(BaseSensorOperator):
     XCom: the handle, completed with the server's URL.
     """
 
-    template_fields: Sequence[str] = ("server",)
+    template_fields: Sequence[str] = ("server", "vllm_conn_id")
     ui_color = "#e8f0d8"
 
     def __init__(
@@ -43,15 +44,15 @@ class VllmServerReadySensor(BaseSensorOperator):
         if poke_interval is None:
             poke_interval = 30 if mode == "reschedule" else 5
         super().__init__(mode=mode, poke_interval=poke_interval, **kwargs)
-        if (server is None) == (vllm_conn_id is None):
-            raise InvalidInput(
-                f"VllmServerReadySensor {self.task_id!r}: give exactly one of server and vllm_conn_id."
-            )
+        with naming(type(self).__name__, self.task_id):
+            if (server is None) == (vllm_conn_id is None):
+                raise InvalidInput("give exactly one of server and vllm_conn_id.")
+            Literals(self.get_dag()).check_server(server)
         self.server: Any = server
         self.vllm_conn_id = vllm_conn_id
 
     def poke(self, context: Context) -> PokeReturnValue | bool:
-        if self.vllm_conn_id:
+        if self.vllm_conn_id is not None:
             from airflow_provider_vllm.hooks.vllm import VllmHook
 
             good, message = VllmHook(self.vllm_conn_id).test_connection()

@@ -72,17 +72,17 @@ def test_an_engine_argument_that_the_provider_owns(name: str, instead: str) -> N
 
 
 def test_a_field_that_does_not_exist_is_refused_when_the_dag_is_read() -> None:
-    with pytest.raises(InvalidSpec, match=r"has no field 'max_model_len'.*go into engine_args"):
+    with pytest.raises(InvalidSpec, match=r"has no field 'max_model_len'.*goes into engine_args"):
         StartVllmServerOperator(task_id="start", spec={"model": "tiny", "max_model_len": 4096})
 
 
 def test_neither_source_of_a_server() -> None:
-    with pytest.raises(InvalidInput, match="'ask' has no server: give exactly one of spec"):
+    with pytest.raises(InvalidInput, match="'ask': no server given: give exactly one of spec"):
         VllmBatchOperator(task_id="ask", prompts=["x"])
 
 
 def test_two_sources_of_a_server() -> None:
-    with pytest.raises(InvalidInput, match="'ask' has spec and vllm_conn_id: give exactly one"):
+    with pytest.raises(InvalidInput, match="'ask': spec and vllm_conn_id given: give exactly one"):
         VllmBatchOperator(task_id="ask", spec=fake_spec(), vllm_conn_id="c", prompts=["x"])
 
 
