@@ -2,16 +2,18 @@
 
 libcurl was the fastest of the libraries measured, takes the least CPU a request, and brings TLS, proxies
 (`HTTPS_PROXY`, `NO_PROXY`) and connection reuse with it. Invariants: no Python code runs inside a libcurl callback, so
-that nothing raised can be swallowed there; the key goes only into the header of a request.
+that nothing raised can be swallowed there; the key goes only into the header of a request; what libcurl itself refuses
+is the end of a request, and never an exception of `send` or `poll`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import resource
 import ssl
 import time
-from collections.abc import Iterator
 from io import BytesIO
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ from urllib.parse import urlsplit
 import pycurl
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.exceptions import BatchFailed
 
 CONNECT_TIMEOUT = 20.0
 STEP = 0.1
@@ -30,6 +33,7 @@ REFUSED = frozenset(
 URL, POSTFIELDS, RESPONSE_CODE = pycurl.URL, pycurl.POSTFIELDS, pycurl.RESPONSE_CODE
 ALL = 1 << 20
 SPARE_FILES = 100
+FILES_OF_A_REQUEST = 8  # its connection, and what libcurl wakes itself with
 TIMED_OUT = pycurl.E_OPERATION_TIMEDOUT
 MISCONFIGURED = frozenset(
     {
@@ -41,6 +45,7 @@ MISCONFIGURED = frozenset(
         pycurl.E_SSL_CERTPROBLEM,
     }
 )
+FAULTS = (pycurl.error, ValueError, MemoryError)  # what libcurl's interface raises
 
 
 class Reply(NamedTuple):
@@ -61,42 +66,54 @@ class Client:
         self._base = endpoint.base_url.rstrip("/")
         self._endpoint = endpoint
         self._timeout_ms = max(1, int(timeout * 1000))
-        self._multi = pycurl.CurlMulti()
-        self._multi.setopt(pycurl.M_MAXCONNECTS, connections + 8)
         self._connections, self._made = connections, 0
+        self._multi = self._new_multi()
         self._free: list[Any] = []
         self._busy: dict[Any, Any] = {}
+        self._unsent: list[Reply] = []
 
     @property
     def in_flight(self) -> int:
-        return len(self._busy)
+        return len(self._busy) + len(self._unsent)
 
     def send(self, url: str, body: bytes, tag: Any) -> None:
         """Start a POST; `tag` comes back with its reply."""
-        curl = self._free.pop() if self._free else self._new()
-        if curl.url != url:
-            curl.setopt(URL, self._base + url)
-            curl.url = url
-        curl.setopt(POSTFIELDS, body)
-        self._busy[curl] = tag
-        self._multi.add_handle(curl)
+        try:
+            curl = self._free.pop() if self._free else self._new()
+            if curl.url != url:
+                curl.setopt(URL, (self._base + url).encode())
+                curl.url = url
+            curl.setopt(POSTFIELDS, body)
+            self._multi.add_handle(curl)
+            self._busy[curl] = tag
+        except FAULTS as error:
+            self._unsent.append(_fault(tag, error))
 
     def poll(self, wait: float) -> tuple[list[tuple[Any, bytes]], list[Reply]]:
         """Move all transfers on, waiting up to `wait` seconds for the first end.
 
         Returns `(tag, body)` of each request that ended with status 200, and a `Reply` of each other.
         """
+        good: list[tuple[Any, bytes]] = []
+        others, self._unsent = self._unsent, []
+        try:
+            self._move(0.0 if others else wait, good, others)
+        except FAULTS as error:
+            others += [_fault(tag, error) for tag in self.abort()]
+            self._start_over()
+        return good, others
+
+    def _move(self, wait: float, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         multi = self._multi
         multi.perform()
         _, ended, failed = multi.info_read(ALL)
         if not ended and not failed:
             if not self._busy:
                 time.sleep(wait)
-                return [], []
+                return
             multi.select(wait if len(self._busy) < SELECTABLE else min(wait, 0.005))
             multi.perform()
             _, ended, failed = multi.info_read(ALL)
-        good, others = [], []
         remove, free, tag_of = multi.remove_handle, self._free.append, self._busy.pop
         for curl in ended:
             remove(curl)
@@ -120,23 +137,42 @@ class Client:
                 number = pycurl.E_GOT_NOTHING
             others.append(Reply(tag_of(curl), 0, b"", number, message, 0.0))
             free(curl)
-        return good, others
 
-    def abort(self) -> Iterator[Any]:
+    def abort(self) -> list[Any]:
         """Drop every request in flight with its connection; their tags."""
-        for curl, tag in list(self._busy.items()):
-            self._multi.remove_handle(curl)
+        tags = [*self._busy.values(), *(reply.tag for reply in self._unsent)]
+        for curl in self._busy:
+            with contextlib.suppress(pycurl.error):
+                self._multi.remove_handle(curl)
             curl.close()
-            yield tag
         self._busy.clear()
+        self._unsent.clear()
+        return tags
 
     def close(self) -> None:
-        for _ in self.abort():
-            pass
+        self.abort()
         for curl in self._free:
             curl.close()
         self._free.clear()
         self._multi.close()
+
+    def _start_over(self) -> None:
+        """New connections, where libcurl could not go on with those that it had."""
+        with contextlib.suppress(pycurl.error):
+            self.close()
+        self._multi = self._new_multi()
+
+    def _new_multi(self) -> Any:
+        """Raises BatchFailed."""
+        try:
+            multi = pycurl.CurlMulti()
+            multi.setopt(pycurl.M_MAXCONNECTS, self._connections + 8)
+        except FAULTS as error:
+            raise BatchFailed(
+                f"no connection can be made: {_fault(None, error).message}; look at the limits of this process "
+                "(ulimit -n, memory), and retry"
+            ) from error
+        return multi
 
     def _new(self) -> Any:
         curl = new_handle(self._endpoint, self._timeout_ms)
@@ -150,13 +186,24 @@ class Client:
         return curl
 
 
+def _fault(tag: Any, error: BaseException) -> Reply:
+    """The end of a request that libcurl refused. What is no text for it is the URL or the key of the endpoint."""
+    number = error.args[0] if isinstance(error, pycurl.error) and len(error.args) > 1 else 0
+    if isinstance(error, ValueError):
+        number = pycurl.E_URL_MALFORMAT
+    text = str(error.args[-1] if isinstance(error, pycurl.error) and error.args else error)
+    return Reply(tag, 0, b"", number or pycurl.E_FAILED_INIT, text or repr(error), 0.0)
+
+
 def new_handle(endpoint: Endpoint, timeout_ms: int) -> Any:
-    """An easy handle with this endpoint's headers, TLS and proxy settings."""
+    """An easy handle with this endpoint's headers, TLS and proxy settings. Raises FAULTS."""
     curl = pycurl.Curl()
     headers = ["Content-Type: application/json", "Accept: application/json", "Expect:"]
     if endpoint.api_key:
+        if any(char in endpoint.api_key for char in "\r\n\0"):
+            raise ValueError("the key of the endpoint has a line break in it")
         headers.append(f"Authorization: Bearer {endpoint.api_key}")
-    curl.setopt(pycurl.HTTPHEADER, headers)
+    curl.setopt(pycurl.HTTPHEADER, [header.encode() for header in headers])
     curl.setopt(pycurl.USERAGENT, "airflow-provider-vllm")
     curl.setopt(pycurl.NOSIGNAL, 1)
     curl.setopt(pycurl.TIMEOUT_MS, timeout_ms)
@@ -179,8 +226,8 @@ def request(
     """
     try:
         return _request(endpoint, url, timeout, body)
-    except pycurl.error as error:  # no descriptor is free, for example
-        return 0, str(error.args[-1] if error.args else error).encode()
+    except FAULTS as error:  # no descriptor is free, for example
+        return 0, _fault(None, error).message.encode()
 
 
 def most_connections() -> int:
@@ -189,11 +236,21 @@ def most_connections() -> int:
     return ALL if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_FILES)
 
 
-def _request(endpoint: Endpoint, url: str, timeout: float, body: bytes | None) -> tuple[int, bytes]:
-    multi, buffer = pycurl.CurlMulti(), BytesIO()
-    curl = new_handle(endpoint, max(1, int(timeout * 1000)))
+def out_of_files() -> bool:
+    """Whether this process can open no connection: it could not tell a dead server from a living one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        curl.setopt(URL, endpoint.base_url.rstrip("/") + url)
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return soft != resource.RLIM_INFINITY and used + FILES_OF_A_REQUEST > soft
+
+
+def _request(endpoint: Endpoint, url: str, timeout: float, body: bytes | None) -> tuple[int, bytes]:
+    curl = new_handle(endpoint, max(1, int(timeout * 1000)))
+    multi, buffer = pycurl.CurlMulti(), BytesIO()
+    try:
+        curl.setopt(URL, (endpoint.base_url.rstrip("/") + url).encode())
         curl.setopt(pycurl.WRITEFUNCTION, buffer.write)
         if body is not None:
             curl.setopt(POSTFIELDS, body)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from airflow_provider_vllm.batch import health
+from airflow_provider_vllm.batch.client import out_of_files
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.health import Movement, Vitals
 from airflow_provider_vllm.batch.journal import Journal
@@ -152,10 +153,22 @@ class Watch:
         for look in range(HEALTH_LOOKS):
             if look:
                 time.sleep(HEALTH_PAUSE)
-            if (wrong := health.is_healthy(self._endpoint)) is not None:
+            if (wrong := health.is_healthy(self._endpoint)) is not None and not self._starved():
                 self._lose(f"{reason}; {wrong}")
                 return
         self._sender.commands.append(Healthy())
+
+    def _starved(self) -> bool:
+        """Wait while this process can open no connection: that says nothing of the server."""
+        if not out_of_files():
+            return False
+        self._log.warning(
+            "This process can open no more files or connections (ulimit -n); waiting for some to be closed"
+        )
+        deadline = time.monotonic() + self._spec.request_timeout
+        while out_of_files() and time.monotonic() < deadline:
+            time.sleep(HEALTH_PAUSE)
+        return True
 
     def _suspect_freeze(self, now: float) -> None:
         """Nothing has moved for too long: counters first, then one token."""
@@ -174,8 +187,8 @@ class Watch:
                 time.monotonic(), self._sender.stats.done, self._movement.moved
             )
             return
-        if self._sender.stats.done != self._movement.done:
-            return  # rows came back while the probe ran
+        if self._sender.stats.done != self._movement.done or self._starved():
+            return  # rows came back while the probe ran, or it could not be sent
         self._lose(
             f"no row and no counter moved for {stalled:.0f} s, and a one-token probe failed: {wrong}"
         )

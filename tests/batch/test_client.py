@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import os
+import re
 import resource
 import socket
 import ssl
@@ -25,7 +27,8 @@ from airflow_provider_vllm.batch.client import Client, Reply, most_connections, 
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
-from tests.batch.helpers import CHAT, ForeignLink, run
+from tests.batch.helpers import CHAT, ForeignLink, OwnLink, run, until
+from tests.batch.matrix import journalled
 from tests.fakes.endpoint import Behaviour, ThreadedEndpoint, build_app
 from tests.fakes.proxy import CuttingProxy
 
@@ -308,3 +311,105 @@ def test_a_request_without_a_free_descriptor_says_so() -> None:
         for fd in held:
             os.close(fd)
     assert status == 0 and reason
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "says"),
+    [
+        ("http://a\0b", None, "null byte"),
+        ("http://[::", None, "IPv6"),
+        ("", None, "URL"),
+        ("gopher5://host", None, "not supported"),
+        ("http://127.0.0.1:9", "two\r\nlines", "line break"),
+    ],
+)
+def test_an_endpoint_that_libcurl_refuses_ends_the_request(
+    url: str, key: str | None, says: str
+) -> None:
+    client = Client(Endpoint(url, "tiny", key), 5)
+    client.send(CHAT, BODY, "tag")
+    assert client.in_flight == 1
+    _, (reply,) = poll_until_done(client, 1)
+    client.close()
+    assert (reply.tag, classify(reply)) == ("tag", Kind.FATAL)
+    assert re.search(says, reply.message)
+    assert request(Endpoint(url, "tiny", key), "/health", 1)[0] == 0
+
+
+class BrokenCurl:
+    """A libcurl that refuses what the real one does when memory is short."""
+
+    def __init__(self, real: Any, name: str, times: int) -> None:
+        self._real, self._name, self.left = real, name, times
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name and self.left:
+            self.left -= 1
+            raise pycurl.error(pycurl.E_OUT_OF_MEMORY, "Out of memory")
+        return getattr(self._real, name)
+
+
+@pytest.mark.parametrize("name", ["add_handle", "perform", "info_read", "remove_handle", "select"])
+def test_what_libcurl_refuses_loses_no_request(server: ThreadedEndpoint, name: str) -> None:
+    client = Client(Endpoint(server.base_url, "tiny"), 10)
+    client._multi = broken = BrokenCurl(client._multi, name, 1)
+    for tag in range(8):
+        client.send(CHAT, BODY, tag)
+    good, others = poll_until_done(client, 8)
+    assert broken.left == 0
+    assert sorted([tag for tag, _ in good] + [reply.tag for reply in others]) == list(range(8))
+    assert {classify(reply) for reply in others} == {Kind.DOUBTFUL}
+    assert "Out of memory" in others[0].message
+    client.send(CHAT, BODY, "after")
+    assert poll_until_done(client, 1)[0][0][0] == "after"
+    client.close()
+
+
+@pytest.mark.parametrize("pack", [1, 4])
+def test_a_batch_survives_what_libcurl_refuses(
+    link: ForeignLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: int
+) -> None:
+    """The second connection cannot be begun: its rows wait a little and go again."""
+    real, calls = Client._new, iter(range(10_000))
+
+    def refuse(client: Client) -> Any:
+        if next(calls) == 1:
+            raise pycurl.error(pycurl.E_OUT_OF_MEMORY, "Out of memory")
+        return real(client)
+
+    monkeypatch.setattr(Client, "_new", refuse)
+    prompts = [f"p{index}" for index in range(100)]
+    result = run(BatchSpec(prompts=prompts, concurrency=8, pack=pack), link, tmp_path)
+    assert result.manifest.outcomes == {"ok": 100}
+    assert result.manifest.retries > 0
+    assert link.losses == []
+
+
+def test_a_process_without_free_descriptors_waits_for_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is wrong with the server: it is not lost, and no row fails."""
+    link = OwnLink(latency=0.02)
+    taken: list[int] = []
+
+    def starve() -> None:
+        until(lambda: journalled(tmp_path) >= 20)
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        until(lambda: "can open no more files" in caplog.text)
+        for fd in taken:
+            os.close(fd)
+
+    prompts = [f"[[reset]] {index}" if index % 3 == 0 else f"p{index}" for index in range(100)]
+    with open_files(len(os.listdir("/proc/self/fd")) + 150), caplog.at_level(logging.WARNING):
+        thief = threading.Thread(target=starve)
+        thief.start()
+        try:
+            result = run(BatchSpec(prompts=prompts, concurrency=8, pack=1), link, tmp_path)
+        finally:
+            thief.join()
+            link.kill()
+    assert len(taken) > 100
+    assert result.manifest.outcomes == {"ok": 100}
+    assert link.losses == []
