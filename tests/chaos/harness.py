@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from airflow_provider_vllm.server import temp
 from airflow_provider_vllm.server.locks import is_held
 from airflow_provider_vllm.server.processes import (
     ProcessId,
@@ -52,6 +53,7 @@ class Outcome:
     doubled: int
     locks: int
     segments: int
+    temporary: int
     seconds: float
 
 
@@ -92,6 +94,7 @@ class Run:
             doubled=sum(count - 1 for count in counts.values()),
             locks=self._locks_held(),
             segments=len(self._segments_left()),
+            temporary=sum(temp.folder_of(_nonce(each)).exists() for each in self._directories()),
             seconds=time.monotonic() - began,
         )
 
@@ -212,6 +215,10 @@ class Run:
     def _locks_held(self) -> int:
         files = [*self.root.locks.iterdir(), *self.root.servers.glob("*/lock")]
         return sum(is_held(path) for path in files)
+
+
+def _nonce(directory: GenerationDir) -> str:
+    return directory.path.name.partition("-")[2]
 
 
 def _row(number: int) -> str:

@@ -17,6 +17,7 @@ HEAD = (
     "doubled",
     "locks",
     "segments",
+    "temporary",
     "whole (s)",
 )
 
@@ -44,6 +45,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         str(outcome.doubled),
         str(outcome.locks),
         str(outcome.segments),
+        str(outcome.temporary),
         f"{outcome.seconds:.0f}",
     )
 
@@ -57,7 +59,8 @@ and one process is hit at one moment. {run} of {cells} cells were run. Written b
   survives the fault lives until the batch is over.
 - *all gone*: seconds from the end of the run until no process of any server was left. The lease is {lease:g} s.
 - *lost*, *doubled*: rows of the input that are missing in the results, or stand there twice.
-- *locks*, *segments*: locks still held, and shared memory segments left in /dev/shm.
+- *locks*, *segments*, *temporary*: locks still held, shared memory segments left in /dev/shm, and folders of
+  temporary files that are left.
 - A frozen process of Airflow's own (task, its supervisor, the scheduler) is woken after 20 s; a scheduler that was
   killed is started again, as a service manager would.
 

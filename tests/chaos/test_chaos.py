@@ -80,5 +80,5 @@ def test_no_row_is_lost_and_nothing_is_left(
     print(table([outcome]))
     assert outcome.state == "success"
     assert (outcome.lost, outcome.doubled) == (0, 0)
-    assert (outcome.locks, outcome.segments) == (0, 0)
+    assert (outcome.locks, outcome.segments, outcome.temporary) == (0, 0, 0)
     assert outcome.all_gone < LEASE_S + 30
