@@ -8,6 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from airflow_provider_vllm.server import cgroups
+
+# By version of cgroups: the files of the limit and of what is used, and the field of memory.stat.
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
 
 def available_and_total(root: Path = Path("/")) -> tuple[int, int]:
     """(available, total) bytes."""
@@ -23,33 +31,16 @@ def available_and_total(root: Path = Path("/")) -> tuple[int, int]:
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, used) bytes of our cgroup and of those above it. Page cache that can be dropped is
     not counted as used."""
-    base, names, cache_name = _memory_cgroup(root)
-    for folder in (base, *base.parents):
-        try:
-            limit = (folder / names[0]).read_text(encoding="ascii").strip()
-            used = int((folder / names[1]).read_text(encoding="ascii"))
-            stat = (folder / "memory.stat").read_text(encoding="ascii")
-        except (OSError, ValueError):
-            if folder == root / "sys/fs/cgroup":
-                return
+    version, folders = cgroups.folders("memory", root)
+    limit_name, used_name, cache_name = _NAMES[version]
+    for folder in folders:
+        limit = cgroups.read_number(folder / limit_name)
+        used = cgroups.read_number(folder / used_name)
+        if limit is None or used is None:
             continue
-        fields = dict(line.split(" ", 1) for line in stat.splitlines())
-        if limit != "max":
-            yield int(limit), max(0, used - int(fields.get(cache_name, 0)))
-
-
-def _memory_cgroup(root: Path) -> tuple[Path, tuple[str, str], str]:
-    mount = root / "sys/fs/cgroup"
-    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            # Inside a container the path is the host's, and its own cgroup is the mount itself.
-            return _existing(mount / "memory", path), names, "total_inactive_file"
-    path = line.split(":", 2)[2]
-    return _existing(mount, path), ("memory.max", "memory.current"), "inactive_file"
-
-
-def _existing(mount: Path, path: str) -> Path:
-    folder = mount / path.lstrip("/")
-    return folder if folder.is_dir() else mount
+        try:
+            stat = (folder / "memory.stat").read_text(encoding="ascii")
+            fields = dict(line.split(" ", 1) for line in stat.splitlines())
+            yield limit, max(0, used - int(fields.get(cache_name, 0)))
+        except (OSError, ValueError):
+            continue

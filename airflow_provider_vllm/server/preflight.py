@@ -6,26 +6,36 @@ costs under two seconds, and the finding names the setting to change.
 - Checks have no effects: no file is written, no port kept, no network asked, no GPU touched.
 - "error" means that the start cannot succeed. What is only likely is a "warning".
 - What vLLM says clearly within its first ten seconds is left to vLLM.
+- A check never stops a start by failing itself: a file of an odd shape or a disk that hangs is a warning that
+  names the check.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from airflow_provider_vllm.environment import allowed
 from airflow_provider_vllm.exceptions import InsecurePath, PreflightFailed
 from airflow_provider_vllm.server import gpu_locks, host_memory
 from airflow_provider_vllm.server.checks import host, interpreter, lora, memory, model
-from airflow_provider_vllm.server.checks.finding import Finding, error
+from airflow_provider_vllm.server.checks.finding import Finding, error, warning
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.gpus import Gpu, Shortage, choose, driver_status
 from airflow_provider_vllm.spec import ServerSpec
 
 __all__ = ["Finding", "check", "enforce"]
+
+# Beyond the budget: a check that keeps to it needs a moment to say so.
+GRACE_S = 0.3
+
+log = logging.getLogger(__name__)
 
 
 def check(
@@ -41,20 +51,49 @@ def check(
 
     `gpus`: this worker's (`gpus.list_gpus()`). `environ`: its environment; what vLLM would see of
     it is what is checked. `python`: the interpreter where the spec names none. `budget_s` bounds
-    the two checks that read much or wait: a slow disk gives a warning, never a long wait.
+    the whole: what a slow disk or interpreter does not answer until then is a warning.
     """
     deadline = time.monotonic() + budget_s
     child = {**allowed(environ), **spec.env}
     gpus, gpu_findings = _gpus_of(spec, gpus, state_root)
-    found = [
-        *gpu_findings,
-        *_command_findings(spec, gpus, child, python, budget_s),
-        *host.state_root_findings(state_root),
-        *host.port_findings(spec.host, spec.port),
-        *host.limit_findings(),
-        *_model_findings(spec, gpus, child, deadline),
-    ]
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "interpreter": lambda: _command_findings(spec, gpus, child, python, budget_s),
+        "state-root": lambda: host.state_root_findings(state_root),
+        "port": lambda: host.port_findings(spec.host, spec.port),
+        "limits": lambda: host.limit_findings(Options.of(spec.engine_args).workers),
+        "model": lambda: _model_findings(spec, gpus, child, deadline),
+    }
+    found = [*gpu_findings, *_together(checks, deadline + GRACE_S)]
     return tuple(sorted(found, key=lambda finding: finding.level != "error"))
+
+
+def _together(
+    checks: Mapping[str, Callable[[], Iterable[Finding]]], deadline: float
+) -> Iterator[Finding]:
+    """What the checks find, side by side until `deadline`: one that hangs costs the others nothing."""
+    found: dict[str, list[Finding]] = {name: [] for name in checks}
+    threads = {
+        name: threading.Thread(target=found[name].extend, args=(_safely(name, check),), daemon=True)
+        for name, check in checks.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    for name, thread in threads.items():
+        thread.join(max(0.0, deadline - time.monotonic()))
+        yield from list(found[name])
+        if thread.is_alive():
+            what = "This check did not end in time: what it reads hangs, or is very slow."
+            yield warning(name, what, "Look at the disks of this worker (mount, dmesg).")
+
+
+def _safely(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What a check finds; where something makes it fail itself, a warning that says so."""
+    try:
+        yield from check()
+    except Exception as exc:
+        log.debug("the check %s failed", name, exc_info=True)
+        what = f"This check met something odd ({type(exc).__name__}: {str(exc)[:200]})."
+        yield warning(name, what, "See whether that is right; vLLM decides whether it can use it.")
 
 
 def enforce(findings: Sequence[Finding], mode: str) -> None:
@@ -111,22 +150,41 @@ def _model_findings(
     spec: ServerSpec, gpus: Sequence[Gpu], child: Mapping[str, str], deadline: float
 ) -> Iterator[Finding]:
     options = Options.of(spec.engine_args)
-    found, findings = model.look_up(spec.model, options, child)
-    yield from findings
-    if found is None and not findings and model.is_hub_id(spec.model):
-        yield from _download_findings(spec.model, options, child)
-    if found is not None:
-        offline = model.is_offline(child)
-        found, findings = model.read_weights(found, options, offline=offline, deadline=deadline)
+    found: model.Model | None = None
+
+    def look_up() -> Iterator[Finding]:
+        nonlocal found
+        seen, findings = model.look_up(spec.model, options, child)
         yield from findings
-    yield from lora.findings(spec.lora_modules, options, found.text_config if found else None)
+        if seen is None and not findings and model.is_hub_id(spec.model):
+            yield from _download_findings(spec.model, options, child)
+        found = seen
+
+    def weights(seen: model.Model) -> Iterator[Finding]:
+        nonlocal found
+        offline = model.is_offline(child)
+        found, findings = model.read_weights(seen, options, offline=offline, deadline=deadline)
+        yield from findings
+
+    yield from _safely("model", look_up)
+    if found is not None:
+        yield from _safely("weights", partial(weights, found))
+    base = found.text_config if found else None
+    for name, path in (spec.lora_modules or {}).items():
+        yield from _safely("lora", partial(lora.findings, {name: path}, options, base))
+    yield from _safely("memory", lambda: _memory_findings(found, options, gpus, child))
+    yield from _safely("shm", lambda: host.shm_findings(options.workers))
+
+
+def _memory_findings(
+    found: model.Model | None, options: Options, gpus: Sequence[Gpu], child: Mapping[str, str]
+) -> Iterator[Finding]:
     available, total = host_memory.available_and_total()
     if gpus:
         yield from memory.gpu_findings(found, options, gpus)
         yield from memory.offload_findings(options, available)
     else:
         yield from memory.cpu_findings(found, options, child, available, total)
-    yield from host.shm_findings(options.workers)
 
 
 def _download_findings(name: str, options: Options, child: Mapping[str, str]) -> Iterator[Finding]:

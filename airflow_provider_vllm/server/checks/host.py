@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from airflow_provider_vllm.server import cgroups
 from airflow_provider_vllm.server.checks.finding import Finding, error, warning
 from airflow_provider_vllm.server.sizes import gib
 
@@ -22,6 +23,8 @@ _MORE_SHM = (
     "Memory at /dev/shm."
 )
 _LEAST_FILES = 4096
+# NumPy's and torch's pools have a thread for each core, and NumPy's no more than this many.
+_MOST_POOL_THREADS, _OWN_THREADS = 64, 8
 
 
 def shm_findings(workers: int, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
@@ -114,9 +117,9 @@ def port_findings(host: str, port: int) -> Iterator[Finding]:
             yield error("port", f"Port {port} on {host}: {reason}.", fix)
 
 
-def limit_findings() -> Iterator[Finding]:
+def limit_findings(workers: int) -> Iterator[Finding]:
     """Open files: vLLM raises the soft limit itself, so that only the hard one counts. Address
-    space: CUDA maps far more than it uses."""
+    space: CUDA maps far more than it uses. Threads: see `task_findings`."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         message = (
@@ -128,3 +131,28 @@ def limit_findings() -> Iterator[Finding]:
     if space != resource.RLIM_INFINITY:
         message = f"The address space of a process is limited to {gib(space)}; vLLM maps far more."
         yield warning("ulimit-memory", message, "Lift it for the worker: `ulimit -v unlimited`.")
+    yield from task_findings(workers, len(os.sched_getaffinity(0)), tasks_left())
+
+
+def task_findings(workers: int, cores: int, left: int | None) -> Iterator[Finding]:
+    """Processes and threads that can still be started (`left`, None without a limit) against what vLLM has at
+    least: in the API server, the engine and each worker, a thread for each core and some of their own."""
+    needed = (2 + workers) * (min(cores, _MOST_POOL_THREADS) + _OWN_THREADS)
+    if left is not None and left < needed:
+        yield warning(
+            "tasks",
+            f"{left} more processes and threads can be started here, and vLLM with {workers} worker process(es) "
+            f"on {cores} cores needs about {needed}: without them it ends with `can't start new thread`.",
+            "Raise the container's limit (`--pids-limit`, in Kubernetes podPidsLimit, in systemd TasksMax=).",
+        )
+
+
+def tasks_left(root: Path = Path("/")) -> int | None:
+    """How many processes and threads the cgroups around us still allow; None without a limit."""
+    left = []
+    for folder in cgroups.folders("pids", root)[1]:
+        limit = cgroups.read_number(folder / "pids.max")
+        current = cgroups.read_number(folder / "pids.current")
+        if limit is not None and current is not None:
+            left.append(max(0, limit - current))
+    return min(left, default=None)

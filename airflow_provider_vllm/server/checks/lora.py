@@ -6,7 +6,6 @@ whole load. The features it refuses are those of vllm/lora/peft_helper.py (0.32)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from airflow_provider_vllm.exceptions import InvalidSpec
 from airflow_provider_vllm.server.checks import safetensors
 from airflow_provider_vllm.server.checks.finding import Finding, error
+from airflow_provider_vllm.server.checks.model import read_json
 from airflow_provider_vllm.server.checks.options import Options
 
 # The values of --max-lora-rank (vllm/config/lora.py, 0.32; older ones have fewer).
@@ -32,13 +32,16 @@ def read_config(folder: str) -> dict[str, Any]:
     """An adapter's adapter_config.json. Raises InvalidSpec, naming the file."""
     path = Path(folder).expanduser() / "adapter_config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, 1_000_000)
     except OSError as exc:
         raise InvalidSpec(f"{path} cannot be read: {exc.strerror}") from None
     except ValueError as exc:
-        raise InvalidSpec(f"{path} is not JSON: {exc}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("r"), int) or config["r"] < 1:
+        raise InvalidSpec(f"{path} can't be used: {exc}") from None
+    if not isinstance(config, dict) or type(config.get("r")) is not int or config["r"] < 1:
         raise InvalidSpec(f"{path} has no rank: the field r has to be a positive integer")
+    for name, kind in (("rank_pattern", dict), ("modules_to_save", list)):
+        if not isinstance(config.get(name) or kind(), kind):
+            raise InvalidSpec(f"{path}: the field {name} has to be a {kind.__name__}")
     return config
 
 
@@ -124,15 +127,18 @@ def _weight_faults(path: Path, base: Mapping[str, Any] | None) -> Iterator[str]:
     except safetensors.Damaged as exc:
         yield f"{path} {exc}"
         return
+    except safetensors.TooLong:
+        return
     except OSError as exc:
         yield f"{path} cannot be read: {exc.strerror}"
         return
     hidden = (base or {}).get("hidden_size")
     for name, tensor in tensors.items():
         if name.endswith("q_proj.lora_A.weight") and isinstance(hidden, int):
-            if tensor.shape[-1] != hidden:
+            own = tensor.shape[-1] if tensor.shape else 0
+            if own != hidden:
                 yield (
-                    f"it was trained for a model with hidden_size {tensor.shape[-1]}, the base "
+                    f"it was trained for a model with hidden_size {own}, the base "
                     f"model has {hidden}"
                 )
             return

@@ -8,6 +8,8 @@ looked up in the hub's cache on this worker only.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +24,8 @@ from airflow_provider_vllm.server.checks.safetensors import Tensor
 # The values of --load-format that read the files checked here.
 READ_HERE = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 TRUE = ("1", "ON", "YES", "TRUE")
+# Far above what models have: the largest config.json is some 100 KB, an index some MB.
+_MAX_CONFIG, _MAX_INDEX = 4_000_000, 32_000_000
 _COPY_AGAIN = "Copy the model again, or correct `model`."
 
 
@@ -44,12 +48,13 @@ class Model:
     def text_config(self) -> Mapping[str, Any]:
         """The language model's part of the config: nested in multimodal models."""
         config = self.config or {}
-        return config.get("text_config") or config.get("llm_config") or config
+        parts = (config.get("text_config"), config.get("llm_config"))
+        return next((part for part in parts if part and isinstance(part, Mapping)), config)
 
 
 def is_local(model: str) -> bool:
     """Whether vLLM takes `model` for a path rather than for a hub id."""
-    return model.startswith(("/", "./", "../", "~")) or Path(model).exists()
+    return model.startswith(("/", "./", "../", "~")) or os.path.exists(model)
 
 
 def is_hub_id(model: str) -> bool:
@@ -98,12 +103,12 @@ def look_up(
     """
     if is_local(model):
         folder = Path(model).expanduser()
-        if not folder.exists():
+        if fault := _path_fault(folder):
             here = "" if folder.is_absolute() else f" (looked for in {Path.cwd()})"
             return None, [
                 error(
                     "model-path",
-                    f"{folder} does not exist on this worker{here}.",
+                    f"{folder} {fault}{here}.",
                     "Correct `model`, or copy the model to every worker that can get this task.",
                 )
             ]
@@ -136,11 +141,37 @@ def look_up(
     return None, []
 
 
+def _path_fault(path: Path) -> str | None:
+    """Why this user can't use `path`; None where he can."""
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            next(os.scandir(path), None)
+    except FileNotFoundError:
+        return "does not exist on this worker"
+    except OSError as exc:
+        return f"cannot be read by user {os.geteuid()}, who runs this: {exc.strerror}"
+    return None if stat.S_ISDIR(kind) or stat.S_ISREG(kind) else "is no folder"
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """The JSON in a file of at most `limit` bytes. Raises OSError, and ValueError saying what is wrong."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no file")
+    if found.st_size > limit:
+        raise ValueError(f"it has {found.st_size} bytes, more than one of {limit} can be")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def _with_config(model: Model, options: Options) -> tuple[Model, list[Finding]]:
     folder = Path(options.get("hf_config_path") or model.folder)
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, _MAX_CONFIG)
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
         return Model(model.folder, model.from_hub, config), []
@@ -186,6 +217,8 @@ def read_weights(
             tensors.update(safetensors.read_header(path))
         except safetensors.Damaged as exc:
             found.append(_damaged(path, str(exc), model))
+        except safetensors.TooLong as exc:
+            return model, [*found, warning("weights", str(exc), "vLLM itself will read it.")]
         except OSError as exc:
             found.append(_damaged(path, f"cannot be read: {exc.strerror}", model))
     if found:
@@ -227,7 +260,7 @@ def _files(
 
 def _read_index(path: Path) -> tuple[Mapping[str, str], list[Finding]]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path, _MAX_INDEX)["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}, []
     except FileNotFoundError:
         return {}, []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +16,17 @@ from pathlib import Path
 
 # The format's own limit for a header (safetensors: MAX_HEADER_SIZE).
 _MAX_HEADER = 100_000_000
+# Above this a header is not looked into: it would take more time than the check has.
+_READABLE_HEADER = 16_000_000
 _GIT_LFS = b"version https://git-lfs"
 
 
 class Damaged(ValueError):
     """A weight file that is not whole; the text says what is wrong with it, and its numbers."""
+
+
+class TooLong(Exception):
+    """A header that may be right and takes too long to read here."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,10 @@ class Tensor:
 
 def read_header(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file by name. Raises Damaged, and OSError where it cannot be read."""
-    actual = path.stat().st_size
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged("is no file")
+    actual = found.st_size
     with path.open("rb") as file:
         start = file.read(8)
         if _GIT_LFS.startswith(start) and len(start) == 8:
@@ -49,13 +59,15 @@ def read_header(path: Path) -> Mapping[str, Tensor]:
             raise Damaged(
                 f"has {actual} bytes, but its header says that it is longer, or is no header"
             )
+        if length > _READABLE_HEADER:
+            raise TooLong(f"{path} has a header of {length} bytes, too long to look into.")
         text = file.read(length)
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _tensor(entry) for name, entry in header.items()}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as exc:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as exc:
         raise Damaged(f"has a header that cannot be read ({exc})") from None
     expected = 8 + length + end
     if expected != actual:
@@ -65,4 +77,11 @@ def read_header(path: Path) -> Mapping[str, Tensor]:
 
 def _tensor(entry: dict) -> Tensor:
     begin, end = entry["data_offsets"]
-    return Tensor(entry["dtype"], tuple(entry["shape"]), end - begin)
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    if not isinstance(dtype, str) or not all(_is_size(each) for each in (begin, end, *shape)):
+        raise TypeError(f"a tensor is {str(entry)[:200]}")
+    return Tensor(dtype, shape, end - begin)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0

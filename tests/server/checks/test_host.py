@@ -113,7 +113,7 @@ def test_limits_of_a_process_that_has_them() -> None:
         "from airflow_provider_vllm.server.checks import host\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
-        "for finding in host.limit_findings(): print(finding)\n"
+        "for finding in host.limit_findings(1): print(finding)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     files, space = out.stdout.splitlines()
@@ -126,6 +126,44 @@ def test_limits_that_vllm_raises_itself_are_no_finding() -> None:
     if hard >= 4096 or hard == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
         try:
-            assert [f for f in host.limit_findings() if f.check == "ulimit-files"] == []
+            assert [f for f in host.limit_findings(1) if f.check == "ulimit-files"] == []
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def pids(folder: Path, limit: object, current: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pids.max").write_text(f"{limit}\n")
+    (folder / "pids.current").write_text(f"{current}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "mount"),
+    [("0::/pod/container", "sys/fs/cgroup"), ("4:cpu,pids:/pod/container", "sys/fs/cgroup/pids")],
+    ids=["cgroups 2", "cgroups 1"],
+)
+def test_the_tightest_limit_of_processes_around_us_counts(
+    tmp_path: Path, line: str, mount: str
+) -> None:
+    assert host.tasks_left(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"7:memory:/x\n{line}\n")
+    assert host.tasks_left(tmp_path) is None
+    pids(tmp_path / mount / "pod/container", "max", 40)
+    assert host.tasks_left(tmp_path) is None
+    pids(tmp_path / mount / "pod", 100, 70)
+    assert host.tasks_left(tmp_path) == 30
+    pids(tmp_path / mount / "pod/container", 60, 70)
+    assert host.tasks_left(tmp_path) == 0
+
+
+def test_too_few_processes_and_threads_for_vllm() -> None:
+    (finding,) = host.task_findings(1, 8, 40)
+    assert (finding.check, finding.level) == ("tasks", "warning")
+    assert "40 more processes and threads" in finding.message
+    assert "needs about 48" in finding.message
+    assert list(host.task_findings(1, 8, 48)) == []
+    assert list(host.task_findings(1, 8, None)) == []
+    assert len(list(host.task_findings(8, 8, 48))) == 1
+    # The pools grow no further on a larger machine.
+    assert list(host.task_findings(1, 256, 216)) == []
