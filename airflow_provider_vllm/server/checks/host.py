@@ -23,8 +23,8 @@ _MORE_SHM = (
     "Memory at /dev/shm."
 )
 _LEAST_FILES = 4096
-# NumPy's and torch's pools have a thread for each core, and NumPy's no more than this many.
-_MOST_POOL_THREADS, _OWN_THREADS = 64, 8
+# Pools have a thread for each core, NumPy's no more than this many; vLLM 0.32 on 2 cores has 80 in all.
+_MOST_POOL_THREADS, _OWN_THREADS = 64, 20
 
 
 def shm_findings(workers: int, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:

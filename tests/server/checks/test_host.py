@@ -161,9 +161,9 @@ def test_too_few_processes_and_threads_for_vllm() -> None:
     (finding,) = host.task_findings(1, 8, 40)
     assert (finding.check, finding.level) == ("tasks", "warning")
     assert "40 more processes and threads" in finding.message
-    assert "needs about 48" in finding.message
-    assert list(host.task_findings(1, 8, 48)) == []
+    assert "needs about 84" in finding.message
+    assert list(host.task_findings(1, 8, 84)) == []
     assert list(host.task_findings(1, 8, None)) == []
-    assert len(list(host.task_findings(8, 8, 48))) == 1
+    assert len(list(host.task_findings(8, 8, 84))) == 1
     # The pools grow no further on a larger machine.
-    assert list(host.task_findings(1, 256, 216)) == []
+    assert list(host.task_findings(1, 256, 252)) == []
