@@ -42,15 +42,54 @@ from airflow_provider_vllm.server.sizes import gib
 _POLL_S = 0.2
 _LAST_WORDS_S = 2.0
 _ORPHANED_AFTER_S = 3600
-_NEXT_STEPS = {
-    "GatedRepoError": "Accept the model's terms on its page, and set `hf_conn_id` to a connection "
-    "whose password is a token of that account.",
-    "RepositoryNotFoundError": "Correct `model`; for a private one set `hf_conn_id` to a connection "
-    "whose password is a token that may read it.",
-    "RevisionNotFoundError": "Correct `revision` in engine_args.",
-    "NoSpace": "Set `env={'HF_HOME': ...}` or `download_dir` to a larger disk, or make room.",
+_SAID_CHARACTERS = 500
+_OTHER_NAME = (
+    "Correct `model`: it is no folder on this worker (write one with its full path), and the hub's "
+    "names are `organisation/name`."
+)
+_TOKEN = "set `hf_conn_id` to a connection whose password is a token that may read it."
+# What the hub's library raises, and statuses of the hub: what that means, and what to do.
+_PERMANENT: dict[object, tuple[str, str]] = {
+    "GatedRepoError": (
+        "its terms have to be accepted, or the token is not of an account that did",
+        "Accept the terms on the model's page, and set `hf_conn_id` to a connection whose password "
+        "is a token of that account.",
+    ),
+    "RepositoryNotFoundError": (
+        "the hub has no model of this name, or does not show it without the right token",
+        f"{_OTHER_NAME} For a private one {_TOKEN}",
+    ),
+    "HFValidationError": ("that is no name of a model", _OTHER_NAME),
+    "RevisionNotFoundError": (
+        "the hub does not have this revision of it",
+        "Correct `revision` in engine_args.",
+    ),
+    "NoSpace": (
+        "it does not fit on the disk",
+        "Set `env={'HF_HOME': ...}` or `download_dir` to a larger disk, or make room.",
+    ),
+    "ModuleNotFoundError": (
+        "the interpreter that has vLLM lacks the hub's library",
+        "Install huggingface_hub there, or set `python` to another interpreter.",
+    ),
+    401: ("the hub refuses the token, or wants one", f"Correct the token, or {_TOKEN}"),
+    403: ("the hub refuses to give it to this token", f"Correct the token, or {_TOKEN}"),
+    404: ("the hub has no such thing", f"{_OTHER_NAME} See that HF_ENDPOINT is a hub."),
 }
-_DEFAULT_STEP = "See that this worker reaches the hub (HF_ENDPOINT, HTTPS_PROXY), then try again."
+_TRANSIENT: dict[object, tuple[str, str]] = {
+    429: (
+        "the hub has been asked too often from here",
+        "Try again later, or set `hf_conn_id`: the hub gives more to those that it knows.",
+    ),
+}
+_ENDED_EARLY = (
+    "the process that fetches it ended early",
+    "See what it said; where it was killed, this worker may lack memory. Then try again.",
+)
+_UNREACHABLE = (
+    "the hub did not answer as it should",
+    "See that this worker reaches the hub (HF_ENDPOINT, HTTPS_PROXY), then try again.",
+)
 
 
 @dataclass(frozen=True)
@@ -226,11 +265,24 @@ def _result(model: str, status: int, answer: IO[bytes], environ: Mapping[str, st
         if "folder" in found:
             return Path(found["folder"])
     except (ValueError, TypeError):
-        found = {"error": f"exit status {status}", "text": text[-2000:], "status": None}
-    what = f"{found['error']}: {_without_token(found['text'], environ)}"
-    permanent = found["error"] in _NEXT_STEPS or found["status"] in (401, 403, 404)
-    step = _NEXT_STEPS.get(found["error"], _DEFAULT_STEP)
-    raise DownloadFailed(f"{model} could not be downloaded. {what} {step}", transient=not permanent)
+        lines = text.splitlines()
+        found = {"error": f"exit status {status}", "text": "\n".join(lines[-2:]), "status": None}
+    raise _failed(model, found, environ)
+
+
+def _failed(model: str, found: Mapping[str, Any], environ: Mapping[str, str]) -> DownloadFailed:
+    """The error for what the download said of its end: error, text and status."""
+    keys = (found["error"], found["status"])
+    permanent = next((_PERMANENT[key] for key in keys if key in _PERMANENT), None)
+    otherwise = _ENDED_EARLY if str(found["error"]).startswith("exit status") else _UNREACHABLE
+    why, step = permanent or _TRANSIENT.get(found["status"], otherwise)
+    # The library's own advice comes after the first two lines, and is about its own arguments.
+    text = str(found["text"]).partition("For more information")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()][:2]
+    said = ": ".join([found["error"], " ".join(lines)] if lines else [found["error"]])
+    said = _without_token(said, environ)[:_SAID_CHARACTERS].rstrip(". ")
+    message = f"{model} could not be downloaded: {why} ({said}). {step}"
+    return DownloadFailed(message, transient=permanent is None)
 
 
 def _whole_in_cache(model: str, revision: str, load_format: str, cache_dir: Path) -> Path | None:

@@ -170,10 +170,42 @@ def test_gated_models_say_what_to_do_and_never_the_token(
         assert "Bearer secret" in fake.tokens
 
 
-def test_a_model_that_does_not_exist(client: Callable[[FakeHub], Client]) -> None:
-    with FakeHub({}) as fake, pytest.raises(DownloadFailed, match="Correct `model`") as caught:
-        client(fake).download()
-    assert not caught.value.transient
+@pytest.mark.parametrize(
+    ("model", "status", "said", "transient"),
+    [
+        (
+            "tiny",
+            None,
+            r"no model of this name.*\. Correct `model`: it is no folder on this",
+            False,
+        ),
+        ("org/na me", None, r"that is no name of a model .*\. Correct `model`", False),
+        ("org/name", 401, r"refuses the token, or wants one .*\. Correct the token, or set", False),
+        ("org/name", 403, r"refuses to give it to this token .*\. Correct the token", False),
+        ("org/name", 404, r"no such thing .*\. Correct `model`.*HF_ENDPOINT", False),
+        (
+            "org/name",
+            429,
+            r"asked too often from here .*\. Try again later, or set `hf_conn_id`",
+            True,
+        ),
+        ("org/name", 500, r"did not answer as it should .*\. See that this worker reaches", True),
+    ],
+)
+def test_a_refusal_says_in_whole_sentences_what_to_do(
+    client: Callable[[FakeHub], Client], model: str, status: int | None, said: str, transient: bool
+) -> None:
+    with FakeHub({}) as fake:
+        fake.fail_with = status
+        with pytest.raises(
+            DownloadFailed, match=rf"^{model} could not be downloaded: .*{said}"
+        ) as caught:
+            client(fake).download(model)
+    text = str(caught.value)
+    assert caught.value.transient is transient
+    assert "\n" not in text
+    assert text.endswith(".")
+    assert "repo_type" not in text, "the library's own advice is about its own arguments"
 
 
 def test_a_hub_in_trouble_is_worth_another_try_unless_the_model_is_here(
@@ -202,10 +234,19 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(
         assert fake.sent["model.safetensors"] == 0
 
 
-def test_an_interpreter_without_the_hubs_library(tmp_path: Path) -> None:
+def test_a_fetching_process_that_ends_without_a_word(tmp_path: Path) -> None:
     worker = Client(tmp_path, "http://127.0.0.1:9", Path("/bin/false"))
-    with pytest.raises(DownloadFailed, match="exit status 1"):
+    with pytest.raises(DownloadFailed, match=r"ended early \(exit status 1\)\. See what it said"):
         worker.download()
+
+
+def test_an_interpreter_without_the_hubs_library(tmp_path: Path) -> None:
+    worker = Client(tmp_path, "http://127.0.0.1:9", tmp_path / "python")
+    worker.python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    worker.python.chmod(0o755)
+    with pytest.raises(DownloadFailed, match=r"lacks the hub's library.*huggingface_hub") as caught:
+        worker.download()
+    assert not caught.value.transient
 
 
 def test_a_token_in_the_childs_last_words_is_masked(tmp_path: Path) -> None:

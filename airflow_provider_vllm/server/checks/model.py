@@ -133,9 +133,10 @@ def look_up(
         return None, [
             error(
                 "model-cache",
-                f"{model} is not in the hub cache {cache}, and HF_HUB_OFFLINE forbids to fetch it.",
-                "Fetch it into this cache, set `model` to a local path, or take HF_HUB_OFFLINE out "
-                "of the environment.",
+                f"{model} is no folder on this worker and not in the hub cache {cache}, and "
+                "HF_HUB_OFFLINE keeps vLLM from fetching it.",
+                "Set `model` to the full path of a local model, fetch it into this cache, or take "
+                "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) out of the environment.",
             )
         ]
     return None, []
