@@ -79,7 +79,7 @@ class ServerSpec:
     :param hf_conn_id: connection whose password is the hub token.
     :param startup_timeout: seconds for one attempt to become ready.
     :param start_attempts: attempts within one try of the task.
-    :param gpu_wait_timeout: seconds in all to wait for a free GPU.
+    :param gpu_wait_timeout: seconds to wait for a free GPU, each time that one is needed.
     :param idle_timeout: seconds without a renewal and without movement until the server ends itself.
     :param max_lifetime: seconds until the server ends itself in any case; None: no limit.
     :param lora_modules: adapters by name; sets `--max-lora-rank` from their adapter_config.json.

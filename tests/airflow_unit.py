@@ -11,15 +11,20 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 # Before the first import of Airflow, which would make ~/airflow otherwise.
 if "AIRFLOW_HOME" not in os.environ:
     os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="airflow-unit-")
     atexit.register(shutil.rmtree, os.environ["AIRFLOW_HOME"], True)
+
+
+class FakeStore(dict[str, Any]):
+    """The `task_state_store` of a context: it stays with a task instance over its tries."""
+
+    def set(self, key: str, value: Any) -> None:
+        self[key] = json.loads(json.dumps(value))
 
 
 @dataclass
@@ -32,20 +37,19 @@ class FakeTaskInstance:
     map_index: int = -1
     try_number: int = 1
     xcoms: dict[str, Any] = field(default_factory=dict)
-    first_reschedule: datetime | None = None
+    store: FakeStore = field(default_factory=FakeStore)
 
     def xcom_push(self, key: str, value: Any) -> None:
         self.xcoms[key] = json.loads(json.dumps(value))
-
-    def get_first_reschedule_date(self, context: Mapping[str, Any]) -> datetime | None:
-        return self.first_reschedule
 
 
 def context_of(ti: FakeTaskInstance | None = None, **more: Any) -> Any:
     """A context with what the operators read of it."""
     from airflow.sdk.execution_time.context import OutletEventAccessors
 
-    return {"ti": ti or FakeTaskInstance(), "outlet_events": OutletEventAccessors(), **more}
+    ti = ti or FakeTaskInstance()
+    accessors = {"outlet_events": OutletEventAccessors(), "task_state_store": ti.store}
+    return {"ti": ti, **accessors, **more}
 
 
 def stored(dag: Any) -> str:

@@ -41,6 +41,7 @@ class ServerLink(Protocol):
     def recover(self, reason: str) -> Endpoint:
         """Called once for each loss: bring the server back (own: start it again; foreign: wait for it).
 
-        Raises ServerLost, with the diagnosis where there is one, when it can't be brought back.
+        Raises ServerLost, with the diagnosis where there is one, when it can't be brought back, and
+        NoFreeGpu, which ends the run of the batch with its rows kept.
         """
         ...

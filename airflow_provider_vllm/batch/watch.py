@@ -30,7 +30,7 @@ from airflow_provider_vllm.batch.signals import (
     Trouble,
 )
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import BatchFailed, ServerError
+from airflow_provider_vllm.exceptions import BatchFailed, NoFreeGpu, ServerError
 
 HEALTH_LOOKS = 3
 HEALTH_PAUSE = 0.3
@@ -62,7 +62,7 @@ class Watch:
         self.preemptions = 0
 
     def run(self) -> None:
-        """Returns when every row has ended. Raises BatchFailed, ServerLost, or what a signal handler raises."""
+        """Returns when every row has ended. Raises BatchFailed, NoFreeGpu, or what a signal handler raises."""
         now = time.monotonic()
         self._began = now
         self._movement = Movement(now, 0, None)
@@ -204,6 +204,8 @@ class Watch:
         self._log.info("Bringing the server back; %d rows are done, the others wait", left.done)
         try:
             self._endpoint = self._link.recover(reason)
+        except NoFreeGpu:
+            raise  # whoever called may wait for one, and come back for the rows that are left
         except ServerError as error:
             raise BatchFailed(f"the server was lost and did not come back: {error}") from error
         self._lost = False

@@ -58,7 +58,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
     :param sampling: sampling parameters of every row (`temperature`, `max_tokens`, ...); a row's own win.
     :param batch: further fields of `airflow_provider_vllm.batch.spec.BatchSpec` by name.
     :param row_offset: number of the first row, as `airflow_provider_vllm.batch.shards.split` gives it.
-    :param server_restarts: how often a lost server is started again.
+    :param server_restarts: how often in a row a lost server is started again; one that has served for ten
+        minutes counts as a new one.
     :param apply_remedy: as in StartVllmServerOperator, for `spec`.
 
     A literal argument that is wrong raises InvalidInput while the DAG file is read; what is templated, or
@@ -148,7 +149,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
                     owner=worker.server_id(context),
                 )
         except NoFreeGpu as exc:
-            reschedule(exc, self._server_spec(), context, self.log)
+            limit = self._server_spec().gpu_wait_timeout
+            reschedule(exc, limit, context, self.log, anew=link.connected)
         except (BatchFailed, ServerError) as exc:
             publish(exc, context, self.log)
             if isinstance(exc, BatchFailed) and exc.manifest:
@@ -176,8 +178,12 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         return {"spec": spec, **{name: getattr(self, name) for name in ARGUMENTS}}
 
     def _server_spec(self) -> ServerSpec:
-        assert self.spec is not None
-        return self.spec.build()
+        """Of the server that this task starts, or starts again."""
+        from airflow_provider_vllm.server.handle import ServerHandle
+
+        if self.spec is not None:
+            return self.spec.build()
+        return ServerSpec.of(ServerHandle.of(self.server).spec)
 
     def _link(self, context: Context) -> OwnServer | SharedServer | ForeignEndpoint:
         from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
@@ -202,7 +208,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         from airflow_provider_vllm.server.handle import ServerHandle
 
         handle = ServerHandle.of(self.server)
-        options = worker.launch_options(ServerSpec.of(handle.spec), context)
+        options = worker.launch_options(self._server_spec(), context)
         return SharedServer(handle, root, options, report=report, restarts=self.server_restarts)
 
     def _journal_dir(self, context: Context) -> str:

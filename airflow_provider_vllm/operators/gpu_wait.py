@@ -1,21 +1,21 @@
 """Waiting for a GPU without holding the worker slot.
 
-A start that finds no free GPU is rescheduled: else run B's start would hold the slot that run A's batch
-needs to finish and to free the GPU.
+A task that finds no free GPU is rescheduled: else run B's start would hold the slot that run A's batch
+needs to finish and to free the GPU. The same when a batch has to start its server again and another has
+taken the GPU: its rows are kept, and it goes on when there is one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from airflow_provider_vllm.exceptions import NoFreeGpu
 
-if TYPE_CHECKING:
-    from airflow_provider_vllm.spec import ServerSpec
-
 FIRST_WAIT_S, LONGEST_WAIT_S = 15.0, 120.0
+KEY = "gpu_wait"
 
 
 def next_look(waited: float, limit: float) -> float | None:
@@ -26,19 +26,20 @@ def next_look(waited: float, limit: float) -> float | None:
 
 
 def reschedule(
-    error: NoFreeGpu, spec: ServerSpec, context: Mapping[str, Any], log: Any
+    error: NoFreeGpu, limit: float, context: Mapping[str, Any], log: Any, *, anew: bool = False
 ) -> NoReturn:
-    """Give the slot back and look again later, or raise `error` when gpu_wait_timeout is over."""
+    """Give the slot back and look again later, or raise `error` when `limit` seconds are over.
+
+    `anew`: this run of the task had a GPU and lost it, so that its wait begins now.
+    """
     from airflow.providers.common.compat.sdk import timezone
     from airflow.sdk.exceptions import AirflowRescheduleException
 
-    now = timezone.utcnow()
-    first = context["ti"].get_first_reschedule_date(context)
-    waited = (now - first).total_seconds() if first else 0.0
-    pause = next_look(waited, spec.gpu_wait_timeout)
+    waited = time.time() - _began(context, time.time(), anew)
+    pause = next_look(waited, limit)
     if pause is None:
         raise NoFreeGpu(
-            f"{error}\nNo GPU became free within gpu_wait_timeout = {spec.gpu_wait_timeout:g} s. "
+            f"{error}\nNo GPU became free within gpu_wait_timeout = {limit:g} s. "
             "`airflow vllm servers` on the worker lists the servers that hold them."
         ) from error
     log.info(
@@ -46,6 +47,16 @@ def reschedule(
         error,
         pause,
         waited,
-        spec.gpu_wait_timeout,
+        limit,
     )
-    raise AirflowRescheduleException(now + timedelta(seconds=pause))
+    raise AirflowRescheduleException(timezone.utcnow() + timedelta(seconds=pause))
+
+
+def _began(context: Mapping[str, Any], now: float, anew: bool) -> float:
+    """When this wait began, in seconds since the epoch: kept with the task instance, for this try."""
+    store, number = context["task_state_store"], context["ti"].try_number
+    kept = store.get(KEY)
+    if not anew and isinstance(kept, Mapping) and kept.get("try") == number:
+        return float(kept["began"])
+    store.set(KEY, {"try": number, "began": now})
+    return now

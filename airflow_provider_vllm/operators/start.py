@@ -71,7 +71,7 @@ class StartVllmServerOperator(TakesSpec, Interruptible, BaseOperator):
         try:
             return self._start(spec, context).to_json()
         except NoFreeGpu as exc:
-            reschedule(exc, spec, context, self.log)
+            reschedule(exc, spec.gpu_wait_timeout, context, self.log)
         except StartFailed as exc:
             publish(exc, context, self.log)
             raise

@@ -22,6 +22,7 @@ from airflow_provider_vllm.server import readiness, state
 from airflow_provider_vllm.server.control import ControlClient, token_for
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.launch import LaunchOptions, handle_of
+from airflow_provider_vllm.server.restarts import Restarts
 from airflow_provider_vllm.server.start import Running, failure, start, wait
 from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot, file_lock
 from airflow_provider_vllm.spec import ServerSpec
@@ -46,10 +47,15 @@ class OwnServer:
         apply_remedy: bool = False,
     ) -> None:
         self._spec, self._id, self._root, self._options = spec, server_id, root, options
-        self._report, self._restarts_left, self._apply_remedy = report, restarts, apply_remedy
+        self._report, self._restarts, self._apply_remedy = report, Restarts(restarts), apply_remedy
         self._running: Running | None = None
         self._abandoned = False
         self._launched: list[tuple[ServerHandle, GenerationDir]] = []
+
+    @property
+    def connected(self) -> bool:
+        """Whether this task has had its server."""
+        return self._running is not None
 
     def connect(self) -> Endpoint:
         if self._running is None:
@@ -62,11 +68,10 @@ class OwnServer:
                 self._running.control.renew()
 
     def recover(self, reason: str) -> Endpoint:
-        if self._restarts_left <= 0:
+        if not self._restarts.take(time.monotonic()):
             raise _lost(
                 self._running, f"{reason}; it was restarted as often as server_restarts allows"
             )
-        self._restarts_left -= 1
         self._report(f"the server was lost ({reason}); starting it again")
         if self._running:
             _refuse_after_stop(self._running.directory)
@@ -96,7 +101,7 @@ class OwnServer:
             self._launched.pop()
 
     def _start(self, apply_remedy: bool) -> Running:
-        return start(
+        running = start(
             self._spec,
             self._id,
             self._root,
@@ -105,6 +110,8 @@ class OwnServer:
             apply_remedy=apply_remedy,
             on_launch=lambda handle, directory: self._launched.append((handle, directory)),
         )
+        self._restarts.serves(time.monotonic())
+        return running
 
 
 class SharedServer:
@@ -121,12 +128,17 @@ class SharedServer:
     ) -> None:
         handle.require_reachable()
         self._handle, self._root, self._options = handle, root, options
-        self._report, self._restarts_left = report, restarts
+        self._report, self._restarts = report, Restarts(restarts)
         self._key: str | None = options.key
         self._nonce = handle.nonce
         self._control: ControlClient | None = None
         self._restarted = False
         self._launching: tuple[ServerHandle, GenerationDir] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether this task has had the server."""
+        return self._control is not None
 
     def connect(self) -> Endpoint:
         if not self._handle.on_this_host:
@@ -139,9 +151,8 @@ class SharedServer:
                 self._control.renew()
 
     def recover(self, reason: str) -> Endpoint:
-        if self._restarts_left <= 0:
+        if not self._restarts.take(time.monotonic()):
             raise ServerLost(f"{reason}; it was restarted as often as server_restarts allows")
-        self._restarts_left -= 1
         if not self._handle.on_this_host:
             self._report(f"the server on {self._handle.host} was lost ({reason}); waiting for it")
             return _wait_for(self._connect_remote, FOREIGN_PATIENCE_S, reason)
@@ -215,6 +226,7 @@ class SharedServer:
 
     def _use(self, running: Running) -> Endpoint:
         self._nonce, self._control = running.handle.nonce, running.control
+        self._restarts.serves(time.monotonic())
         return _endpoint(running)
 
     def _connect_remote(self) -> Endpoint:
@@ -230,6 +242,7 @@ class SharedServer:
             raise ServerLost(
                 f"The server on {current.host} is {current.state}: {current.message or 'not ready'}"
             )
+        self._restarts.serves(time.monotonic())
         fingerprint = ServerSpec.of(self._handle.spec).fingerprint
         return Endpoint(
             current.base_url, current.model, self._key, owned=True, fingerprint=fingerprint
@@ -247,6 +260,10 @@ class ForeignEndpoint:
         patience: float = FOREIGN_PATIENCE_S,
     ) -> None:
         self._endpoint, self._report, self._patience = endpoint, report, patience
+
+    @property
+    def connected(self) -> bool:
+        return True
 
     def connect(self) -> Endpoint:
         return self._endpoint

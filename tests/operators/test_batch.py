@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_provider_vllm import (
     StartVllmServerOperator,
     StopVllmServerOperator,
     VllmBatchOperator,
 )
-from airflow_provider_vllm.exceptions import BatchFailed, StartFailed
+from airflow_provider_vllm.exceptions import BatchFailed, NoFreeGpu, StartFailed
+from airflow_provider_vllm.server import links
 from airflow_provider_vllm.server.links import LEASE_AFTER_RESTART_S
 from airflow_provider_vllm.server.state import READY, StateRoot
 from airflow_provider_vllm.server.stop import stop_server
@@ -121,6 +123,42 @@ def test_a_server_lost_too_often_leaves_the_diagnosis_of_the_server(root: StateR
         ask(context, spec=fake_spec(), prompts=["[[die]]"], server_restarts=0)
     assert context["ti"].xcoms["diagnosis"]["group"] == "dead_process"
     assert settled(root)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own server", "shared server"])
+def test_a_gpu_that_is_gone_in_mid_batch_is_waited_for_with_the_rows_kept(
+    root: StateRoot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool
+) -> None:
+    """Another one has taken it before the lost server was started again."""
+
+    def taken(*args: Any, **kwargs: Any) -> Any:
+        raise NoFreeGpu("1 GPU(s) asked for, 0 free")
+
+    ti, spec = FakeTaskInstance(), fake_spec()
+    given: dict[str, Any] = {"spec": spec}
+    if not own:
+        start = StartVllmServerOperator(task_id="start", spec=spec)
+        given = {"server": start.execute(context_of(FakeTaskInstance(task_id="start")))}
+    given |= {
+        "prompts": [*PROMPTS, "[[die 1]]"],
+        "output_path": str(tmp_path / "out.jsonl"),
+        "batch": {"concurrency": 1, "pack": 1},
+    }
+    really = links.start
+    launched: list[int] = []
+
+    def start_once(*args: Any, **kwargs: Any) -> Any:
+        launched.append(1)
+        return really(*args, **kwargs) if own and len(launched) == 1 else taken()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(links, "start", start_once)
+        with pytest.raises(AirflowRescheduleException):
+            ask(context_of(ti), **given)
+    assert ti.store["gpu_wait"]["try"] == 1
+    given["prompts"][-1] = "the last"
+    manifest = ask(context_of(ti), **{**given, "batch": {}})
+    assert (manifest["rows"], manifest["reused"]) == (4, 3)
 
 
 def test_a_server_started_again_from_the_handle_gets_a_short_lease(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
+from typing import Any
 
 import pytest
 from airflow.providers.common.compat.sdk import timezone
@@ -12,12 +12,12 @@ from airflow.sdk.exceptions import AirflowRescheduleException
 from airflow_provider_vllm.exceptions import NoFreeGpu
 from airflow_provider_vllm.operators.gpu_wait import (
     FIRST_WAIT_S,
+    KEY,
     LONGEST_WAIT_S,
     next_look,
     reschedule,
 )
 from tests.airflow_unit import FakeTaskInstance, context_of
-from tests.server.conftest import fake_spec
 
 
 def test_looks_grow_apart_and_never_pass_the_limit() -> None:
@@ -29,18 +29,40 @@ def test_looks_grow_apart_and_never_pass_the_limit() -> None:
     assert next_look(0, 0) is None
 
 
-def test_the_slot_is_given_back() -> None:
-    before = timezone.utcnow()
+def pause(context: Any, limit: float = 3600, *, anew: bool = False) -> float:
+    """Seconds until the next look; raises NoFreeGpu when the wait is over."""
     with pytest.raises(AirflowRescheduleException) as caught:
-        reschedule(NoFreeGpu("all taken"), fake_spec(), context_of(), logging.getLogger())
-    wait = caught.value.reschedule_date - before
-    assert timedelta(seconds=FIRST_WAIT_S) <= wait < timedelta(seconds=FIRST_WAIT_S + 5)
+        reschedule(NoFreeGpu("all taken"), limit, context, logging.getLogger(), anew=anew)
+    return (caught.value.reschedule_date - timezone.utcnow()).total_seconds()
+
+
+def waited(ti: FakeTaskInstance, seconds: float) -> None:
+    """As if the wait that is going on had begun so much earlier."""
+    ti.store[KEY]["began"] -= seconds
+
+
+def test_the_slot_is_given_back_and_the_looks_grow_apart() -> None:
+    ti = FakeTaskInstance()
+    assert pause(context_of(ti)) == pytest.approx(FIRST_WAIT_S, abs=1)
+    waited(ti, 200)
+    assert pause(context_of(ti)) == pytest.approx(50, abs=1)
 
 
 def test_after_gpu_wait_timeout_it_is_an_error_that_says_where_to_look() -> None:
-    first = timezone.utcnow() - timedelta(seconds=61)
-    context = context_of(FakeTaskInstance(first_reschedule=first))
+    ti = FakeTaskInstance()
+    pause(context_of(ti))
+    waited(ti, 61)
     with pytest.raises(NoFreeGpu, match=r"(?s)all taken.*gpu_wait_timeout = 60 s.*vllm servers"):
-        reschedule(
-            NoFreeGpu("all taken"), fake_spec(gpu_wait_timeout=60), context, logging.getLogger()
-        )
+        reschedule(NoFreeGpu("all taken"), 60, context_of(ti), logging.getLogger())
+
+
+def test_each_wait_is_counted_from_its_own_beginning() -> None:
+    ti = FakeTaskInstance()
+    pause(context_of(ti), 60)
+    waited(ti, 7200)  # it got one, and worked for two hours
+    assert pause(context_of(ti), 60, anew=True) == pytest.approx(FIRST_WAIT_S, abs=1)
+    waited(ti, 40)
+    assert pause(context_of(ti), 60) == pytest.approx(FIRST_WAIT_S, abs=1)  # the same wait
+    waited(ti, 7200)
+    ti.try_number = 2
+    assert pause(context_of(ti), 60) == pytest.approx(FIRST_WAIT_S, abs=1)
