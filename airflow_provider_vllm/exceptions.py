@@ -16,6 +16,7 @@
     │   └── InsecurePath                 a folder or file that others could have prepared or read
     ├── BatchError
     │   ├── BatchFailed                  too many rows failed, or the engine failed for good
+    │   │   └── JournalFailed            what was answered cannot be written down or read again
     │   └── RequestFailed                one request; `transient` says whether to send it again
     └── TaskInterrupted                  the task was killed: marked, cleared, or its worker shut down
 
@@ -124,6 +125,10 @@ class BatchFailed(BatchError):
     def __init__(self, message: str, *, manifest: dict | None = None) -> None:
         super().__init__(message)
         self.manifest = manifest
+
+
+class JournalFailed(BatchFailed):
+    """The journal of a batch, or a file in it, cannot be read or written; the message names it."""
 
 
 class RequestFailed(BatchError):

@@ -42,6 +42,14 @@ class IntSet:
             self._grow()
         return True
 
+    def __contains__(self, key: int) -> bool:
+        key = key & MASK64 or 1
+        keys, mask = self._keys, self._mask
+        slot = key & mask
+        while (found := keys[slot]) and found != key:
+            slot = (slot + 1) & mask
+        return bool(found)
+
     def _grow(self) -> None:
         old = self._keys
         slots = len(old) * 2

@@ -26,7 +26,7 @@ from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import reason_to_fail
 from airflow_provider_vllm.batch.watch import Watch
-from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.exceptions import BatchFailed, JournalFailed
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class Job:
     def _finish(self, sender: Sender, watch: Watch) -> BatchResult:
         spec, stats = self._spec, sender.stats
         self._journal.sync()
+        results.remove_parts(spec, self._to_path)
         if stats.read != stats.done or sum(stats.outcomes.values()) != stats.done:
             raise BatchFailed(
                 f"{stats.read} rows were read, but {stats.done} ended: {dict(stats.outcomes)}"
@@ -260,7 +261,8 @@ class Job:
             parts.append("first errors: " + " | ".join(sender.stats.samples))
         if errors_at:
             parts.append(f"all errors: {errors_at}")
-        parts.append(
-            f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"
-        )
-        return BatchFailed("; ".join(parts), manifest=manifest.to_json())
+        if not isinstance(error, JournalFailed):
+            parts.append(
+                f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"
+            )
+        return type(error)("; ".join(parts), manifest=manifest.to_json())

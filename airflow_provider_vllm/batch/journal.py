@@ -9,71 +9,52 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import logging
 import os
+import stat
 import time
 import uuid
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from airflow_provider_vllm.batch.compact import IntMap
+from airflow_provider_vllm.batch import disk
+from airflow_provider_vllm.batch.compact import IntMap, IntSet
+from airflow_provider_vllm.batch.meta import Meta
 from airflow_provider_vllm.batch.records import (
     END,
     LOST,
+    OFFSET_MASK,
     OK,
     SEGMENT_SHIFT,
+    SERVER,
     SUSPECT,
     Reader,
+    custom_id_of,
     head,
     scan,
 )
-from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.exceptions import JournalFailed
 
+log = logging.getLogger(__name__)
 LOCK_WAIT = 30.0
 PROVEN = 1000
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What the journal was written for, and whose it is.
-
-    `input` is the digest of the input, `inputs` its paths as given, `owner` a name of the task's run, where it has one.
-    """
-
-    fingerprint: str
-    input: str
-    output_path: str | None
-    inputs: tuple[str, ...] = ()
-    owner: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", tuple(self.inputs))  # JSON has lists
-
-    def may_be_taken_by(self, other: Meta) -> bool:
-        """Whether `other` is the same batch again: of the same owner, or else of the same input paths.
-
-        Lists of prompts have no path: those of two known owners must have the same content.
-        """
-        if self.owner and self.owner == other.owner:
-            return True
-        if self.inputs != other.inputs:
-            return False
-        unnamed = not (self.owner and other.owner)
-        return bool(self.inputs) or unnamed or self.input == other.input
 
 
 @dataclass(frozen=True)
 class Earlier:
     """What earlier tries know: positions of good answers, and losses of the server, by key.
 
-    A count of `PROVEN` and more is of a row that took a server down alone.
+    A count of `PROVEN` and more is of a row that took a server down alone. `ids` are hashes of the custom ids, as
+    JSON, that had a good answer; `mixed` counts those that another server gave than the batch had begun with.
     """
 
-    answers: IntMap
-    deaths: Mapping[bytes, int]
+    answers: IntMap = field(default_factory=IntMap)
+    deaths: Mapping[bytes, int] = field(default_factory=dict)
+    ids: IntSet = field(default_factory=IntSet)
+    mixed: int = 0
 
 
 class Journal:
@@ -89,7 +70,7 @@ class Journal:
         self._lock_fd = self._fd = -1
         self._next = 0
         self._buffer: list[bytes] = []
-        self._broken = False
+        self._broken = self._removed = False
         self._segments: list[Path] = []
 
     @property
@@ -100,21 +81,30 @@ class Journal:
     def open(self, rows: int = 0) -> None:
         """Lock the folder and start a segment; `rows` is a guess that saves growing.
 
-        Raises BatchFailed where another process holds it or it cannot be written.
+        Raises JournalFailed where another process holds it, it cannot be written, or holds what is no journal.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock()
-            self._segments = sorted(self.folder.glob("rows-*.log"))
+            for part in self.folder.glob(".meta.json.*.part"):  # of a try that was killed
+                part.unlink(missing_ok=True)
+            self._fetch()
+            self._segments = [_segment(path) for path in sorted(self.folder.glob("rows-*.log"))]
             name = f"rows-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.log"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self.folder / name, flags, 0o600)
         except OSError as error:
             self.close()
             raise self._failed(error) from error
+        except BaseException:
+            self.close()
+            raise
         self._segments.append(self.folder / name)
         self._next = ((len(self._segments) - 1) << SEGMENT_SHIFT) + 1
         self._marks = array("Q", bytes(8 * rows))
+
+    def _fetch(self) -> None:
+        """What earlier tries left is in the folder already."""
 
     def _lock(self) -> None:
         """A cleared task's next try can start before the old one is dead: wait for its end."""
@@ -126,7 +116,7 @@ class Journal:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BatchFailed(
+                    raise JournalFailed(
                         f"{self._holder()} still runs this batch: it holds {self.folder}/lock; "
                         "let it finish or end it, and retry"
                     ) from None
@@ -139,33 +129,63 @@ class Journal:
         return f"process {pid}" if pid else "another process"
 
     def read_meta(self) -> Meta | None:
-        """What an earlier try was for; None for a new journal."""
+        """What an earlier try was for; None for a new journal. Raises JournalFailed for what is no journal's."""
         try:
-            return Meta(**json.loads((self.folder / "meta.json").read_text()))
-        except (OSError, ValueError, TypeError):
+            data = self._read_meta()
+        except FileNotFoundError:
             return None
+        except Exception as error:  # object stores have errors of their own
+            raise JournalFailed(
+                f"the journal {self.name} cannot be read: {getattr(error, 'strerror', '') or error}; give the user "
+                "permission, or move it away to begin anew, and retry"
+            ) from error
+        try:
+            return Meta.from_json(data) if data else None
+        except ValueError as error:
+            raise JournalFailed(
+                f"{self.name}/meta.json was not written by a batch: {error}; move it away and retry: the answers in "
+                f"the rows-*.log beside it are kept and found again"
+            ) from error
+
+    def _read_meta(self) -> bytes:
+        return (self.folder / "meta.json").read_bytes()
 
     def write_meta(self, meta: Meta) -> None:
         try:
-            write_atomic(self.folder / "meta.json", json.dumps(asdict(meta), indent=1).encode())
+            self._write_meta(meta.to_json())
         except OSError as error:
             raise self._failed(error) from error
 
+    def _write_meta(self, data: bytes) -> None:
+        write_atomic(self.folder / "meta.json", data)
+
     def earlier(self) -> Earlier:
-        """What earlier processes left."""
-        answers, deaths = IntMap(), Counter[bytes]()
+        """What earlier processes left. Raises JournalFailed for a segment that cannot be read."""
+        answers, deaths, ids, mixed = IntMap(), Counter[bytes](), IntSet(), 0
         for index, path in enumerate(self._segments[:-1]):
-            base = index << SEGMENT_SHIFT
-            for offset, fields in scan(path):
-                key, outcome = fields[0], fields[2]
-                if outcome == OK:
-                    with contextlib.suppress(ValueError):
-                        answers.put(int(key, 16), base + offset)
-                elif outcome == LOST:
-                    deaths[key] += 1
-                elif outcome == SUSPECT:
-                    deaths[key] = max(deaths[key], PROVEN)
-        return Earlier(answers, deaths)
+            base, same_server = index << SEGMENT_SHIFT, True
+            try:
+                for offset, (key, _, outcome, _, _, line) in scan(path):
+                    if outcome == OK:
+                        if (number := _number(key)) is None:
+                            continue
+                        ids.add(hash(custom_id_of(line)))
+                        if same_server:
+                            answers.put(number, base + offset)
+                        else:
+                            mixed += 1
+                    elif outcome == LOST:
+                        deaths[key] += 1
+                    elif outcome == SUSPECT:
+                        deaths[key] = max(deaths[key], PROVEN)
+                    elif outcome == SERVER:
+                        same_server = False
+            except OSError as error:
+                raise JournalFailed(
+                    f"{path} cannot be read: {error.strerror or error}; its answers are kept there: make it readable, "
+                    "or move it away to run its rows again, and retry"
+                ) from error
+        return Earlier(answers, deaths, ids, mixed)
 
     def claim(self, row: int, position: int) -> None:
         """Row `row` was answered earlier, at this position."""
@@ -187,6 +207,12 @@ class Journal:
         self._next += len(note) + 3
         self._buffer += (note, b"{}", END)
 
+    def note_server(self) -> None:
+        """Another server answers from here on, so a later try of the first one may not reuse its answers."""
+        note = head(b"0" * 16, 0, SERVER)
+        self._next += len(note) + 3
+        self._buffer += (note, b"{}", END)
+
     def _mark(self, row: int, mark: int) -> None:
         missing = row + 1 - len(self._marks)
         if missing > 0:
@@ -194,28 +220,36 @@ class Journal:
         self._marks[row] = mark
 
     def flush(self) -> None:
-        """Give all to the system, which keeps it when this process is killed. Raises BatchFailed."""
+        """Give all to the system, which keeps it when this process is killed. Raises JournalFailed."""
         if not self._buffer:
             return
         if self._broken:
-            raise BatchFailed(f"the journal {self.name} is broken by an earlier failed write")
+            raise JournalFailed(f"the journal {self.name} is broken by an earlier failed write")
         data = b"".join(self._buffer)
         self._buffer.clear()
+        written = 0
         try:
-            written = os.write(self._fd, data)
             while written < len(data):
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             self._broken = True
-            raise self._failed(error) from error
+            raise self._failed(error, self._still_needed(len(data) - written)) from error
 
     def sync(self) -> None:
         """Have the disk keep it when the machine dies."""
-        if self._fd >= 0 and not self._broken:
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                raise self._failed(error) from error
+        if self._fd < 0 or self._broken:
+            return
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise self._failed(error) from error
+        if not self._removed and not self._segments[-1].exists():
+            self._removed = True
+            log.warning(
+                "%s was removed while the batch runs: this try goes on and writes its results, but another "
+                "would begin anew",
+                self._segments[-1],
+            )
 
     def position(self, row: int) -> tuple[int, bool] | None:
         """Where the last record of a row is, and whether it is a good answer."""
@@ -224,12 +258,20 @@ class Journal:
 
     def reader(self) -> Reader:
         """Reads what was flushed."""
-        return Reader(self._segments)
+        return Reader(self._segments, {len(self._segments) - 1: self._fd})
+
+    def size(self) -> int:
+        """Bytes of all segments, about those of the results."""
+        total = 0
+        for path in self._segments:
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+        return total
 
     def close(self) -> None:
         """Flush what can be, and give the lock back. Never raises."""
         if self._fd >= 0:
-            with contextlib.suppress(BatchFailed):
+            with contextlib.suppress(JournalFailed):
                 self.flush()
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -239,11 +281,43 @@ class Journal:
                 os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _failed(self, error: OSError) -> BatchFailed:
-        return BatchFailed(
-            f"the journal {self.name} cannot be written: {error.strerror or error}; the rows "
-            "answered so far are kept there; make room, or give the user write permission, and retry"
+    def _still_needed(self, unwritten: int) -> int:
+        """About how many bytes the rows without a record will take, to judge by those that have one."""
+        base = self._next & ~OFFSET_MASK
+        own = sum(1 for mark in self._marks if mark >> 1 >= base)
+        left = sum(1 for mark in self._marks if not mark)
+        each = ((self._next & OFFSET_MASK) - 1) / max(own, 1)
+        return unwritten + int(each * left)
+
+    def _failed(self, error: OSError, need: int | None = None) -> JournalFailed:
+        where = error.filename or self.name
+        return JournalFailed(
+            f"the journal {self.name} cannot be written: {disk.what(error, self.folder, need)}; the rows "
+            f"answered so far are kept there; {disk.remedy(error, str(where))}"
         )
+
+
+def _segment(path: Path) -> Path:
+    """Raises JournalFailed for what only has the name of a segment."""
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return path
+        said = "is a directory" if path.is_dir() else "is no file"
+    except FileNotFoundError:
+        said = "is a link to nothing"
+    except OSError as error:
+        said = f"cannot be looked at: {error.strerror}"
+    raise JournalFailed(
+        f"{path} {said}, and has the name of a journal's segment: put the file back or move this away, and retry; "
+        "the answers in the other segments are kept"
+    )
+
+
+def _number(key: bytes) -> int | None:
+    try:
+        return int(key, 16)
+    except ValueError:
+        return None
 
 
 def write_atomic(path: Path, data: bytes) -> None:

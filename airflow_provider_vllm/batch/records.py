@@ -8,17 +8,21 @@ line in the results or errors file and the key is 16 hex digits. A position is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+from airflow_provider_vllm.exceptions import JournalFailed
 
 OK = b"ok"
 LOST = b"lost"  # a note, no end: the server was lost with this row in flight
+SERVER = b"server"  # a note: from here on another server answers, which `earlier` must not mix in
 SUSPECT = b"suspect"  # the end of a row that took the server down when it was alone
 END = b"\n"
 SEGMENT_SHIFT = 40  # a terabyte a segment
 OFFSET_MASK = (1 << SEGMENT_SHIFT) - 1
 WINDOW = 1 << 18
+ID_MARK, RESPONSE_MARK = b'","custom_id":', b',"response":{"status_code"'
 
 
 class Record(NamedTuple):
@@ -36,6 +40,12 @@ def head(
     return b"%b %d %b %d %d " % (key, row, outcome, prompt_tokens, completion_tokens)
 
 
+def custom_id_of(line: bytes) -> bytes:
+    """The custom id in the JSON of a good record, as JSON; see `answers.HEAD`."""
+    start = line.find(ID_MARK) + len(ID_MARK)
+    return line[start : line.find(RESPONSE_MARK, start)]
+
+
 def scan(path: Path) -> Iterator[tuple[int, list[bytes]]]:
     """Offset and the six fields of every whole record of a segment."""
     offset = 0
@@ -48,22 +58,35 @@ def scan(path: Path) -> Iterator[tuple[int, list[bytes]]]:
 
 
 class Reader:
-    """Reads records by position through a few buffered windows, since rows end nearly in order."""
+    """Reads records by position through a few buffered windows, since rows end nearly in order.
 
-    def __init__(self, segments: list[Path], keep: int = 8) -> None:
+    `open_fds` are segments that are open already, by number. All raises JournalFailed, naming the file.
+    """
+
+    def __init__(self, segments: list[Path], open_fds: Mapping[int, int], keep: int = 8) -> None:
         self._paths = segments
-        self._fds: dict[int, int] = {}
+        self._fds = {segment: os.dup(fd) for segment, fd in open_fds.items()}
         self._windows: dict[int, bytes] = {}
         self._keep = keep
 
     def line(self, position: int) -> bytes:
         """The JSON of a record."""
         record = self._record(position)
-        return record[record.index(b"{") :]
+        start = record.find(b"{")
+        return record[start:] if start > 0 else self._changed(position)
 
     def record(self, position: int) -> Record:
         fields = self._record(position).split(b" ", 5)
+        if len(fields) < 6 or not fields[1].isdigit():
+            self._changed(position)
         return Record(int(fields[1]), fields[2].decode(), fields[5])
+
+    def _changed(self, position: int) -> NoReturn:
+        path = self._paths[position >> SEGMENT_SHIFT]
+        raise JournalFailed(
+            f"{path} was changed by something else while the batch ran: an answer that was in it is gone; retry, and "
+            "what is missing runs again"
+        )
 
     def _record(self, position: int) -> bytes:
         number, start = divmod(position, WINDOW)
@@ -75,7 +98,14 @@ class Reader:
 
     def _load(self, number: int) -> bytes:
         position = number * WINDOW
-        window = os.pread(self._fd(position >> SEGMENT_SHIFT), WINDOW, position & OFFSET_MASK)
+        segment = position >> SEGMENT_SHIFT
+        try:
+            window = os.pread(self._fd(segment), WINDOW, position & OFFSET_MASK)
+        except OSError as error:
+            raise JournalFailed(
+                f"{self._paths[segment]} cannot be read any more: {error.strerror}; put it back and retry, or "
+                "retry without it, and its rows run again"
+            ) from error
         if len(self._windows) >= self._keep:
             del self._windows[next(iter(self._windows))]
         self._windows[number] = window

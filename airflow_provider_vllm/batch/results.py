@@ -7,6 +7,7 @@ there means that everything is. The same records give the same bytes.
 from __future__ import annotations
 
 import contextlib
+import glob
 import gzip
 import io
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from airflow_provider_vllm.batch import disk
 from airflow_provider_vllm.batch.api import answer_of
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.records import Record
@@ -35,17 +37,12 @@ def errors_path(spec: BatchSpec) -> str | None:
     """Where the error rows go; None without an output."""
     if spec.errors_path or not spec.output_path:
         return spec.errors_path
-    head, slash, name = spec.output_path.rpartition("/")
-    return f"{head}{slash}{_plain(name).rsplit('.', 1)[0]}.errors.jsonl"
+    return f"{spec.output_path}.errors.jsonl"
 
 
 def is_gz(text: str) -> bool:
     """Whether a file of this name is gzipped; `.GZ` is too, as for an input."""
     return text.lower().endswith(".gz")
-
-
-def _plain(name: str) -> str:
-    return name[:-3] if is_gz(name) else name
 
 
 def manifest_path(spec: BatchSpec) -> str | None:
@@ -89,46 +86,68 @@ def target_of(path: Any) -> Any:
 
 @contextmanager
 def replacing(
-    text: str, to_path: ToPath, before: Callable[[], None] = lambda: None
+    text: str, to_path: ToPath, before: Callable[[], None] = lambda: None, need: int | None = None
 ) -> Iterator[Any]:
     """A binary file that becomes `text` when the block ends well, and leaves no trace when it does not.
 
-    `before` is called when all is written, just before the file gets its place.
+    `before` is called when all is written, just before the file gets its place; `need` is about how many bytes it
+    will have, for the message of a full disk.
 
-    A local one is written beside its place and renamed; a remote one is made in a local temporary file and
+    A local one is written beside its place and renamed; a remote one is made in a nameless temporary file and
     uploaded whole, since an object appears when it is closed.
     """
     path = target_of(to_path(text))
-    local = is_local(path)
-    folder = path.parent if local else Path(tempfile.gettempdir())
-    part = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.part"
+    writing = _beside(path) if is_local(path) else _uploading(path)
     try:
-        with part.open("wb", buffering=BUFFER) as file:
+        with writing as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        before()
-        if local:
-            part.replace(path)
-        else:
-            _upload(part, path)
+            before()
     except OSError as error:
+        folder = path.parent if is_local(path) else Path(tempfile.gettempdir())
         raise BatchFailed(
-            f"{text} cannot be written: {error.strerror or error}; every answer is kept in the journal; "
-            "make room or give the user write permission, and retry"
+            f"{text} cannot be written: {disk.what(error, folder, need)}; every answer is kept in the journal; "
+            f"{disk.remedy(error, text)}"
         ) from error
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Any]:
+    part = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.part"
+    try:
+        with part.open("wb", buffering=BUFFER) as file:
+            yield file
+        part.replace(path)
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
 
-def _upload(part: Path, path: Any) -> None:
-    """Copy a local file to any path-like; a failed upload is discarded where the file system can."""
+@contextmanager
+def _uploading(path: Any) -> Iterator[Any]:
+    with tempfile.TemporaryFile(buffering=BUFFER) as file:
+        yield file
+        file.seek(0)
+        _upload(file, path)
+
+
+def remove_parts(spec: BatchSpec, to_path: ToPath) -> None:
+    """What a try that was killed while it wrote has left beside the outputs. Call under the journal's lock."""
+    for text in (spec.output_path, errors_path(spec), manifest_path(spec)):
+        path = target_of(to_path(text)) if text else None
+        if path is not None and is_local(path):
+            for part in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
+                with contextlib.suppress(OSError):
+                    part.unlink()
+
+
+def _upload(source: Any, path: Any) -> None:
+    """Copy an open file to any path-like; a failed upload is discarded where the file system can."""
     try:
         file = path.open("wb")
         try:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, file, 1 << 20)
+            shutil.copyfileobj(source, file, 1 << 20)
         except BaseException:
             discard = getattr(file, "discard", None)
             if discard is not None:
@@ -158,7 +177,10 @@ def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) 
     text = errors_path(spec)
     if text is None:
         return None
-    with replacing(text, to_path) as file, compressed(file, is_gz(text)) as out:
+    with (
+        replacing(text, to_path, need=journal.size()) as file,
+        compressed(file, is_gz(text)) as out,
+    ):
         for line in lines(journal, rows, ok=False):
             out.write(line + b"\n")
     return text
@@ -170,7 +192,7 @@ def write_lines(
     """OpenAI batch results of the good rows in input order."""
     assert spec.output_path is not None
     with (
-        replacing(spec.output_path, to_path, before) as file,
+        replacing(spec.output_path, to_path, before, journal.size()) as file,
         compressed(file, is_gz(spec.output_path)) as out,
     ):
         write = out.write

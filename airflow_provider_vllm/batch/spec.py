@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from airflow_provider_vllm.batch.api import ALIASES, CHAT, NAMES, RESPONSES
+from airflow_provider_vllm.batch.api import ALIASES, CHAT, GENERATING, NAMES, RESPONSES
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
 FORMATS = ("jsonl", "csv", "parquet", "text")
@@ -28,11 +28,12 @@ class BatchSpec:
     prompts           list of strings, chat message lists, plain row objects or OpenAI batch rows
     input_path        path, URL or glob, or a list of them: JSONL, CSV, Parquet or text, `.gz` allowed
     output_path       results file; its suffix gives its form. Needed with `input_path`
-    errors_path       OpenAI error rows; default: beside the output, `<name>.errors.jsonl`
+    errors_path       OpenAI error rows; default: beside the output, `<name>.<suffix>.errors.jsonl`
     endpoint          URL path or short name: chat, completions, embeddings, score, rerank, classify, pooling, responses
     params            sampling parameters of every row; a row's own win
     model             name to send (a LoRA's, for example); default: the endpoint's
     system_prompt     first message of every chat row that has none
+    extra_roles       roles of messages that the model's chat template has beside OpenAI's
     prompt_template   `"Summarise: {text}"`, filled from the columns of a row
     prompt_column     column that holds the prompt; default: `prompt`, `messages`, `text` or `input`
     param_columns     columns that are parameters of their row (`temperature`, `max_tokens`, ...)
@@ -61,6 +62,7 @@ class BatchSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     system_prompt: str | None = None
+    extra_roles: Sequence[str] = ()
     prompt_template: str | None = None
     prompt_column: str | None = None
     param_columns: Sequence[str] = ()
@@ -89,15 +91,21 @@ class BatchSpec:
         set_(self, "params", dict(_mapping("params", self.params)))
         set_(self, "input_path", _paths(self.input_path))
         set_(self, "param_columns", _names("param_columns", self.param_columns))
+        set_(self, "extra_roles", _names("extra_roles", self.extra_roles))
+        for name in ("output_path", "errors_path"):
+            if hasattr(path := getattr(self, name), "__fspath__"):
+                set_(self, name, str(path))
         _one_source(self)
-        _prompts(self.prompts)
+        set_(self, "prompts", _prompts(self.prompts))
         for name in ("output_path", "errors_path", "model", "prompt_template", "prompt_column"):
             _optional_text(name, getattr(self, name))
+        for name in ("answer_column", "error_column"):
+            _text(name, getattr(self, name))
         _system_prompt(self)
         _choices(self)
         _numbers(self)
         _output(self)
-        schema_of(self.output_schema)
+        _schema(self)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -184,8 +192,9 @@ def _paths(value: Any) -> tuple[str, ...] | None:
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
-        raise InvalidInput(f"{name} must be a list of column names")
+    whole = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not whole or not all(isinstance(item, str) and item for item in value):
+        raise InvalidInput(f"{name} must be a list of names, not {value!r}")
     return tuple(value)
 
 
@@ -195,20 +204,27 @@ def _one_source(spec: BatchSpec) -> None:
         raise InvalidPrompts(f"give either prompts or input_path; {given} was given")
 
 
-def _prompts(prompts: Any) -> None:
+def _prompts(prompts: Any) -> Sequence[Any] | None:
+    """As a list where they come from a mapped task, which hands them out one by one."""
     if prompts is None:
-        return
+        return None
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidPrompts(
             f"prompts must be a list, not {type(prompts).__name__}; a single prompt goes in a list of one"
         )
     if not prompts:
         raise InvalidPrompts("prompts is an empty list; skip the task when there is nothing to do")
+    return prompts if isinstance(prompts, (list, tuple)) else list(prompts)
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidInput(f"{name} must be text, not {value!r}")
 
 
 def _optional_text(name: str, value: Any) -> None:
-    if value is not None and (not isinstance(value, str) or not value.strip()):
-        raise InvalidInput(f"{name} must be text, not {value!r}")
+    if value is not None:
+        _text(name, value)
 
 
 def _system_prompt(spec: BatchSpec) -> None:
@@ -218,6 +234,13 @@ def _system_prompt(spec: BatchSpec) -> None:
         raise InvalidInput("system_prompt must be text")
     if spec.endpoint not in (CHAT, RESPONSES):
         raise InvalidInput(f"system_prompt needs a chat endpoint; {spec.endpoint} has no messages")
+
+
+def _schema(spec: BatchSpec) -> None:
+    if schema_of(spec.output_schema) is not None and spec.endpoint not in GENERATING:
+        raise InvalidInput(
+            f"output_schema needs an endpoint that writes text; {spec.endpoint} does not"
+        )
 
 
 def _choices(spec: BatchSpec) -> None:

@@ -256,7 +256,7 @@ def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
     finally:
         link.kill()
     assert result.manifest.outcomes == {"ok": 79, "suspect": 1}
-    (error,) = read_rows(tmp_path / "out.errors.jsonl")
+    (error,) = read_rows(tmp_path / "out.jsonl.errors.jsonl")
     assert error["custom_id"] == "killer"
     assert error["error"]["code"] == "suspect"
     assert "at last alone" in error["error"]["message"]
@@ -314,7 +314,7 @@ def test_deadly_rows_are_remembered_by_the_next_try(tmp_path: Path) -> None:
     result = tries[-1]
     assert result is not None, "the same rows fail every try"
     assert result.manifest.outcomes == {"ok": 78, "suspect": 2}
-    assert [row["custom_id"] for row in read_rows(tmp_path / "out.errors.jsonl")] == [
+    assert [row["custom_id"] for row in read_rows(tmp_path / "out.jsonl.errors.jsonl")] == [
         "killer-1",
         "killer-2",
     ]

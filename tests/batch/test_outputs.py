@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from airflow_provider_vllm.batch.run import check_inputs
+from airflow_provider_vllm.batch.run import check_inputs, run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
-from tests.batch.helpers import ForeignLink, read_rows, run, write_rows
+from tests.batch.helpers import LOG, ForeignLink, read_rows, run, write_rows
 
 GOOD = [{"prompt": "a"}, {"prompt": "b"}]
 
@@ -21,7 +21,7 @@ def test_an_errors_file_of_somebody_else_stays(
     link: ForeignLink, tmp_path: Path, explicit: bool
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", GOOD)
-    theirs = tmp_path / ("mine.jsonl" if explicit else "report.errors.jsonl")
+    theirs = tmp_path / ("mine.jsonl" if explicit else "report.jsonl.errors.jsonl")
     theirs.write_text('{"precious": 1}\n')
     spec = BatchSpec(
         input_path=str(source),
@@ -65,7 +65,7 @@ def test_gz_in_capitals_is_compressed(link: ForeignLink, tmp_path: Path) -> None
     spec = BatchSpec(input_path=str(source), output_path=str(target), max_error_rate=1)
     result = run(spec, link, tmp_path)
     assert len(gzip.decompress(target.read_bytes()).splitlines()) == 2
-    assert result.manifest.errors_path == str(tmp_path / "x.errors.jsonl")
+    assert result.manifest.errors_path == str(tmp_path / "x.jsonl.GZ.errors.jsonl")
 
 
 def test_a_glob_does_not_find_what_the_batch_writes(link: ForeignLink, tmp_path: Path) -> None:
@@ -128,3 +128,27 @@ def test_a_pipe_is_no_errors_file(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidPrompts, match="no batch has written it"):
         check_inputs(spec)
+
+
+def test_outputs_of_one_name_and_two_suffixes_share_no_file(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [*GOOD, {"prompt": "[[status 400]]"}])
+    for suffix in (".csv", ".jsonl", ".jsonl.gz"):
+        output = str(tmp_path / f"report{suffix}")
+        spec = BatchSpec(input_path=str(source), output_path=output, max_error_rate=1)
+        run_batch(spec, link, journal_dir=f"{output}.journal", log=LOG)
+    files = [path.name for path in tmp_path.iterdir()]
+    assert len([name for name in files if name.endswith(".errors.jsonl")]) == 3
+    assert len([name for name in files if name.endswith(".manifest.json")]) == 3
+
+
+def test_what_a_killed_try_left_beside_the_outputs_goes(link: ForeignLink, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", GOOD)
+    ours = [tmp_path / f".out.jsonl{end}.0123abcd.part" for end in ("", ".manifest.json")]
+    theirs = [tmp_path / ".out.jsonl.bak.part", tmp_path / ".other.jsonl.0123abcd.part"]
+    for path in (*ours, *theirs):
+        path.write_text("x")
+    run(BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl")), link, tmp_path)
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in theirs)

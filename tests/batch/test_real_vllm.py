@@ -107,7 +107,7 @@ def spec(folder: Path) -> BatchSpec:
 def check(folder: Path) -> None:
     ids = [f"id-{index}" for index in range(ROWS)]
     good = [row["custom_id"] for row in read_rows(folder / "out.jsonl")]
-    bad = read_rows(folder / "out.errors.jsonl")
+    bad = read_rows(folder / "out.jsonl.errors.jsonl")
     assert good == ids[:5] + ids[7:]
     assert [(row["custom_id"], row["response"]["status_code"]) for row in bad] == [
         ("id-5", 400),

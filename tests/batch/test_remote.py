@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,7 +146,8 @@ run_batch(spec, ForeignLink("{server.base_url}"), journal_dir="{tmp_path}/bucket
           log=logging.getLogger())
 """
     root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=root)
+    copies = {**os.environ, "TMPDIR": str(tmp_path)}  # of a process that is killed: they stay a while
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, env=copies)
     until(lambda: server.behaviour.prompts.total() >= 120)
     process.send_signal(signal.SIGKILL)
     process.wait()

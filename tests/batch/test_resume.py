@@ -164,12 +164,12 @@ def test_error_rows_are_asked_again(
     rows = [{"prompt": f"p{index}"} for index in range(20)] + [{"prompt": "[[once 400]]"}]
     first = run(spec(tmp_path, rows, pack=1), link, tmp_path)
     assert first.manifest.errors == 1
-    assert (tmp_path / "out.errors.jsonl").exists()
+    assert (tmp_path / "out.jsonl.errors.jsonl").exists()
     asked(server)
     second = run(spec(tmp_path, rows, pack=1), link, tmp_path)
     assert asked(server) == {"[[once 400]]"}
     assert second.manifest.outcomes == {"ok": 21}
-    assert not (tmp_path / "out.errors.jsonl").exists(), "a stale errors file is removed"
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists(), "a stale errors file is removed"
 
 
 def test_equal_prompts_are_different_rows(

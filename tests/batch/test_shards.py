@@ -51,7 +51,7 @@ def test_shards_of_json_lines(link: ForeignLink, tmp_path: Path, shards: int) ->
     assert (tmp_path / "merged.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     ids = [
         [row["custom_id"] for row in read_rows(tmp_path / name)]
-        for name in ("merged.errors.jsonl", "whole.errors.jsonl")
+        for name in ("merged.jsonl.errors.jsonl", "whole.jsonl.errors.jsonl")
     ]
     assert ids[0] == ids[1]
 
@@ -127,7 +127,7 @@ def test_shards_with_other_columns(link: ForeignLink, tmp_path: Path, suffix: st
 def test_merge_and_an_errors_file_that_is_there(link: ForeignLink, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
     manifests = run_shards(link, tmp_path, source, 1, ".jsonl")
-    errors = write_rows(tmp_path / "merged.errors.jsonl", [{"precious": 1}])
+    errors = write_rows(tmp_path / "merged.jsonl.errors.jsonl", [{"precious": 1}])
     with pytest.raises(InvalidInput, match="no batch has written it"):
         merge(manifests, str(tmp_path / "merged.jsonl"))
     assert read_rows(errors) == [{"precious": 1}]
