@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
-from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable
+from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable, VllmError
 
 if TYPE_CHECKING:
     import openai
@@ -51,35 +51,46 @@ class VllmHook(BaseHook):
             base_url=base_url, model=str(extra.get("model") or self._first_model()), api_key=key
         )
 
+    def check(self) -> str:
+        """What the server serves, in a sentence.
+
+        Raises ServerUnreachable while it does not answer or does not serve the connection's model, which
+        may change by itself, and InvalidInput for what only a person can put right: a connection that
+        says too little, a key that the server refuses.
+        """
+        base_url, _, extra = self._connection()
+        served = self._served()
+        wanted = extra.get("model")
+        what = f"{base_url} serves {', '.join(served) or 'nothing'}"
+        if wanted and wanted not in served:
+            raise ServerUnreachable(f"{what}, not {wanted} (extra `model`)")
+        return what
+
     def test_connection(self) -> tuple[bool, str]:
         """Whether the server answers with the connection's key and serves its model."""
-        base_url = None
         try:
-            base_url, _, extra = self._connection()
-            served = self._served()
+            return True, self.check()
+        except VllmError as exc:
+            return False, str(exc)
         except Exception as exc:
-            where = f"{base_url}: " if base_url else ""
-            cause = f" {exc.__cause__}" if exc.__cause__ else ""
-            return False, f"{where}{type(exc).__name__}: {exc}{cause}"
-        wanted = extra.get("model")
-        if wanted and wanted not in served:
-            return (
-                False,
-                f"{base_url} serves {', '.join(served) or 'nothing'}, not {wanted} (extra `model`)",
-            )
-        return True, f"{base_url} serves {', '.join(served)}"
+            return False, f"{type(exc).__name__}: {exc}"
 
     def _served(self) -> list[str]:
         import openai
 
+        what = f"The server of connection {self.vllm_conn_id!r} at {self._connection()[0]}"
         try:
             with self.get_conn().with_options(timeout=10, max_retries=0) as client:
                 return [model.id for model in client.models.list()]
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as exc:
+            raise InvalidInput(
+                f"{what} refuses the key (HTTP {exc.status_code}). Give the connection the server's key as its "
+                "password."
+            ) from None
         except (openai.OpenAIError, AttributeError, TypeError) as exc:
             cause = f" ({exc.__cause__})" if exc.__cause__ else ""
             raise ServerUnreachable(
-                f"The server of connection {self.vllm_conn_id!r} at {self._connection()[0]} does not list its models: "
-                f"{exc}{cause}. See that it runs and that this worker reaches it, and check the API key."
+                f"{what} does not list its models: {exc}{cause}. See that it runs and that this worker reaches it."
             ) from None
 
     def _first_model(self) -> str:

@@ -22,7 +22,8 @@ class VllmServerReadySensor(BaseSensorOperator):
     """Wait until a server is ready; fails at once, with the diagnosis, when it has crashed.
 
     :param server: a handle from StartVllmServerOperator, or
-    :param vllm_conn_id: a connection of type `vllm`, whose server is asked until it answers.
+    :param vllm_conn_id: a connection of type `vllm`, whose server is asked until it answers; fails at once
+        where there is no such connection, or its key is refused.
 
     Modes poke (looks every 5 s) and reschedule (every 30 s: Airflow may take some seconds to hear that
     a look is over, and a task that is queued again before that counts as lost by its executor).
@@ -55,9 +56,12 @@ class VllmServerReadySensor(BaseSensorOperator):
         if self.vllm_conn_id is not None:
             from airflow_provider_vllm.hooks.vllm import VllmHook
 
-            good, message = VllmHook(self.vllm_conn_id).test_connection()
-            self.log.info(message)
-            return good
+            try:
+                self.log.info(VllmHook(self.vllm_conn_id).check())
+            except ServerUnreachable as exc:
+                self.log.info("not yet: %s", exc)
+                return False
+            return True
         return self._poke_handle(context)
 
     def _poke_handle(self, context: Context) -> PokeReturnValue | bool:

@@ -8,14 +8,20 @@ import time
 from typing import Any
 
 import pytest
+from airflow.sdk.exceptions import AirflowNotFoundException
 
 from airflow_provider_vllm import StartVllmServerOperator, VllmServerReadySensor
-from airflow_provider_vllm.exceptions import ServerLost, ServerUnreachable, StartFailed
+from airflow_provider_vllm.exceptions import (
+    InvalidInput,
+    ServerLost,
+    ServerUnreachable,
+    StartFailed,
+)
 from airflow_provider_vllm.server.state import StateRoot
 from airflow_provider_vllm.server.stop import stop_server
 from scripts.airflow_config import free_port
 from tests.airflow_unit import context_of
-from tests.fakes.endpoint import ThreadedEndpoint
+from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
 from tests.server.conftest import fake_spec, wait_for
 
 
@@ -95,6 +101,50 @@ def test_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting.poke(context_of()) is False
     with ThreadedEndpoint(port=port):
         assert waiting.poke(context_of()) is True
+
+
+def waiting_for(monkeypatch: pytest.MonkeyPatch, **connection: Any) -> VllmServerReadySensor:
+    monkeypatch.setenv("AIRFLOW_CONN_SOME", json.dumps({"conn_type": "vllm", **connection}))
+    return VllmServerReadySensor(task_id="wait", vllm_conn_id="some", poke_interval=60)
+
+
+def test_a_connection_that_does_not_exist_fails_at_once() -> None:
+    waiting = VllmServerReadySensor(task_id="wait", vllm_conn_id="no_such_connection")
+    with pytest.raises(AirflowNotFoundException, match="no_such_connection"):
+        waiting.execute(context_of())
+
+
+@pytest.mark.parametrize(
+    ("connection", "reason"),
+    [
+        ({}, "has no host"),
+        ({"host": "gpu", "extra": {"timeout": "soon"}}, "extra `timeout` is 'soon'"),
+        ({"host": "gpu", "extra": [1]}, "extra has to be a JSON object"),
+        ({"host": "gpu", "password": "a\nb"}, "no HTTP header carries"),
+    ],
+)
+def test_a_connection_that_says_too_little_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch, connection: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidInput, match=reason):
+        waiting_for(monkeypatch, **connection).execute(context_of())
+
+
+def test_a_key_that_is_refused_fails_at_once_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ThreadedEndpoint(Behaviour(api_key="k3y")) as server:
+        at = {"host": "127.0.0.1", "port": server.port}
+        for wrong in ({}, {"password": "s3cret-guess"}):
+            with pytest.raises(InvalidInput, match=r"refuses the key \(HTTP 401\)") as caught:
+                waiting_for(monkeypatch, **at, **wrong).execute(context_of())
+            assert "s3cret-guess" not in str(caught.value)
+        # What may change by itself is waited for.
+        assert (
+            waiting_for(monkeypatch, **at, password="k3y", extra={"model": "later"}).poke({})
+            is False
+        )
+        assert waiting_for(monkeypatch, **at, password="k3y").poke(context_of()) is True
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [("poke", 5), ("reschedule", 30)])
