@@ -145,8 +145,7 @@ def bad_row_line(row: BadRow) -> bytes:
     detail = {"file": clean(row.source), "line": row.line}
     if row.field is not None:
         detail["field"] = clean(row.field)
-    where = f"{row.source}, line {row.line}"
-    return error_line(row, row.code, f"{where}: {row.message}", detail=detail)
+    return error_line(row, row.code, row.text, detail=detail)
 
 
 def server_message(reply: Reply) -> str:

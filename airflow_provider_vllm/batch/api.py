@@ -26,6 +26,7 @@ NAMES = {
     "pooling": POOLING,
     "responses": RESPONSES,
 }
+GENERATING = frozenset([CHAT, COMPLETIONS, RESPONSES])
 URLS = tuple(NAMES.values())
 PATHS = {
     **{url: url for url in URLS},
@@ -52,11 +53,28 @@ PROMPT_FIELDS = {
     POOLING: "input",
     RESPONSES: "input",
 }
+# Fields that may hold it instead; a list of chat messages among them.
+OTHER_PROMPTS = {
+    COMPLETIONS: ("prompt_embeds",),
+    EMBEDDINGS: ("messages",),
+    CLASSIFY: ("messages",),
+    POOLING: ("messages", "data"),
+    RESPONSES: ("prompt", "conversation"),
+}
+MESSAGES_TOO = frozenset([EMBEDDINGS, CLASSIFY, POOLING])
+# OpenAI's; any other is the word of one model's chat template.
+ROLES = frozenset(["assistant", "developer", "function", "system", "tool", "user"])
 # Fields of the request that only make sense together; any one group will do.
 PAIR_FIELDS = {
-    SCORE: (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")),
+    SCORE: (
+        ("text_1", "text_2"),
+        ("queries", "documents"),
+        ("queries", "items"),
+        ("data_1", "data_2"),
+    ),
     RERANK: (("query", "documents"),),
 }
+LIST_FIELDS = frozenset(["documents", "items", "queries"])  # in CSV, JSON text
 # The list in the answer.
 ITEM_FIELDS = {
     CHAT: "choices",

@@ -12,12 +12,13 @@ from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.columns import check_columns
 from airflow_provider_vllm.batch.journal import Journal, Meta
 from airflow_provider_vllm.batch.remote import journal_at
-from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.rows import RowMaker, lacks
 from airflow_provider_vllm.batch.schema import checker
+from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import (
     Extent,
-    Source,
     ToPath,
+    column_names,
     find_sources,
     is_local,
     local_path,
@@ -65,6 +66,7 @@ def check_inputs(
     RowMaker(spec, "")  # raises for a template that cannot be used
     checker(spec.output_schema)
     _check_output(spec, sources, to_path)
+    _check_header(spec, sources)
     extent = measure(spec, sources)
     check_columns(spec, sources)
     checked = Checked(sources, extent, owner)
@@ -88,6 +90,21 @@ def _check_url(text: str, to_path: ToPath) -> None:
         raise InvalidPrompts(
             f"{text}: there is no file system for {scheme}:// here: {error}; install {packages}"
         ) from error
+
+
+def _check_header(spec: BatchSpec, sources: tuple[Source, ...]) -> None:
+    """A table whose columns make no row is known before any server is started."""
+    for source in sources:
+        if source.format not in ("csv", "parquet"):
+            continue
+        names = column_names(source)
+        if (what := lacks(spec, names)) is None:
+            continue
+        other = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
+        hint = f"; it seems to be separated by {other!r}: use commas" if other else ""
+        raise InvalidPrompts(
+            f"input_path {source.name}: {what}; its columns are {', '.join(map(repr, names))}{hint}"
+        )
 
 
 def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath) -> None:

@@ -20,20 +20,12 @@ import orjson
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.journal import Journal
-from airflow_provider_vllm.batch.sources import (
-    Damaged,
-    RecordError,
-    Source,
-    ToPath,
-    measure,
-    parquet_batches,
-    parquet_file,
-    records,
-)
+from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
+from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
+from airflow_provider_vllm.batch.sources import ToPath, measure, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 
-ROWS_A_GROUP = 1024
 PUT_BACK = "every answer is kept in the journal; put the input back and retry"
 End = tuple[Any, "str | None"]
 
@@ -316,8 +308,6 @@ def parquet_schema(sources: tuple[Source, ...]) -> Any:
     for source in sources:
         with source.open() as raw, parquet_file(source, raw) as file:
             own = file.schema_arrow
-        if len(set(own.names)) != len(own.names):
-            raise InvalidPrompts(f"input_path {source.name}: two columns have one name")
         try:
             schema = own if schema is None else pa.unify_schemas([schema, own])
         except (pa.ArrowException, ValueError, TypeError) as error:
@@ -329,9 +319,12 @@ def parquet_schema(sources: tuple[Source, ...]) -> Any:
 
 
 def parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
-    """Tables of one schema: a column that a file lacks is null."""
+    """Tables of one schema: a column that a file lacks is null, and so is a damaged row."""
     for source in sources:
-        for batch in parquet_batches(source, ROWS_A_GROUP):
+        for batch in parquet_parts(source, ROWS):
+            if isinstance(batch, Damage):
+                yield schema.empty_table().take(pa.nulls(batch.rows, pa.int64()))
+                continue
             columns = [
                 batch.column(field.name).cast(field.type)
                 if field.name in batch.schema.names
@@ -352,7 +345,7 @@ def _made_tables(
 
     def tables() -> Iterator[Any]:
         rows, first = columns_of_records(spec, sources), 0
-        while chunk := list(islice(rows, ROWS_A_GROUP)):
+        while chunk := list(islice(rows, ROWS)):
             arrays = [
                 _array(pa, field, [row.get(field.name) for row in chunk], first) for field in schema
             ]

@@ -17,6 +17,7 @@ from airflow_provider_vllm.batch.columns import write_columns
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.journal import Earlier, Journal
 from airflow_provider_vllm.batch.manifest import Manifest
+from airflow_provider_vllm.batch.parameters import Spelling
 from airflow_provider_vllm.batch.progress import Progress
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
@@ -72,6 +73,7 @@ class Job:
             extent.rows or 0,
             pack=may_pack,
             server=self._endpoint.fingerprint,
+            spelling=Spelling(self._log),
         )
         sender = Sender(
             spec,

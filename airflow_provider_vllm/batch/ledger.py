@@ -82,7 +82,7 @@ class Ledger:
 
     def invalid(self, row: BadRow) -> None:
         """A record that cannot be sent."""
-        self.failed(row, "invalid_input", bad_row_line(row), row.message)
+        self.failed(row, "invalid_input", bad_row_line(row), row.text)
 
     def failed(self, row: Row | BadRow, outcome: str, line: bytes, message: str) -> None:
         """The last word on a row; `line` is its JSON in the errors file."""

@@ -64,7 +64,7 @@ def prepare(row: Row, body: dict[str, Any]) -> None:
     if row.url == CHAT and not CHAT_FIELDS.issuperset(body):
         return
     name = PROMPT_FIELDS[row.url]
-    prompt = body[name]
+    prompt = body.get(name)
     if row.url != CHAT and not isinstance(prompt, str):
         return
     rest = {key: value for key, value in body.items() if key != name}

@@ -40,6 +40,11 @@ class BadRow:
     field: str | None = None
 
     @property
+    def text(self) -> str:
+        """Where it stands and what is wrong, for log and errors file."""
+        return f"{self.source}, line {self.line}: {self.message}"
+
+    @property
     def key(self) -> bytes:
         """The number of the row: a broken record has no request to take a fingerprint of."""
         return b"%016x" % self.number

@@ -8,25 +8,31 @@ is asked changes.
 from __future__ import annotations
 
 from binascii import hexlify
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch import packing
+from airflow_provider_vllm.batch import cells, packing
 from airflow_provider_vllm.batch.api import (
     CHAT,
     COMPLETIONS,
+    LIST_FIELDS,
+    MESSAGES_TOO,
+    OTHER_PROMPTS,
     PAIR_FIELDS,
     PATHS,
     PROMPT_FIELDS,
     RESPONSES,
+    ROLES,
     URLS,
 )
 from airflow_provider_vllm.batch.compact import IntSet
+from airflow_provider_vllm.batch.parameters import Spelling
 from airflow_provider_vllm.batch.row import BadRow, Row
-from airflow_provider_vllm.batch.sources import Record, RecordError
+from airflow_provider_vllm.batch.source import RecordError
+from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec, schema_of
 from airflow_provider_vllm.batch.template import RowError, Template
 
@@ -37,7 +43,7 @@ URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in URLS}
 class RowMaker:
     """Makes rows of one spec for one model. Not thread-safe: it remembers the custom ids that it has seen.
 
-    `server` is the endpoint's fingerprint.
+    `server` is the endpoint's fingerprint; `spelling` is shown the fields of every request.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class RowMaker:
         *,
         pack: bool = False,
         server: str = "",
+        spelling: Spelling | None = None,
     ) -> None:
         self._spec = spec
         self._model = spec.model or model
@@ -61,6 +68,8 @@ class RowMaker:
         self._offset = spec.row_offset
         self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
         self._pack = pack
+        self._spelling = spelling
+        self._roles = ROLES.union(spec.extra_roles)
         self._from_file = spec.prompts is None
         self._marks = {url: mark + server.encode() for url, mark in URL_MARKS.items()}
 
@@ -118,11 +127,13 @@ class RowMaker:
             try:
                 value = orjson.loads(value)
             except orjson.JSONDecodeError as error:
-                raise RowError("invalid_json", f"not JSON: {error}") from None
+                raise RowError("invalid_json", _not_json(value, error)) from None
+        name = None
         if isinstance(value, dict):
             if not table and _is_batch_row(value):
                 return self._batch_row(number, value)
             body = self._plain(value, table)
+            name = _own_id(value)
         elif isinstance(value, RecordError):
             raise value
         elif self._template is not None and isinstance(value, str):
@@ -130,7 +141,7 @@ class RowMaker:
         else:
             body = self._prompt(value)
         identity = b"#%d" % (number + self._offset)
-        return self._row(number, self._free_id(number), self._url, body, identity)
+        return self._row(number, name or self._free_id(number), self._url, body, identity)
 
     def _row(
         self, number: int, custom_id: str, url: str, body: dict[str, Any], identity: bytes
@@ -141,6 +152,8 @@ class RowMaker:
             raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
         if len(sent) > self._limit:
             raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
+        if self._spelling is not None:
+            self._spelling.look(url, body)
         mark = blake2b(identity + self._marks[url] + sent, digest_size=8)
         row = Row(number, custom_id, url, sent, hexlify(mark.digest()))
         if self._pack:
@@ -185,39 +198,33 @@ class RowMaker:
     def _plain(self, value: dict[str, Any], table: bool) -> dict[str, Any]:
         """A body from a row of columns; in a `table` (CSV, Parquet) an empty parameter is none."""
         spec = self._spec
-        extra: dict[str, Any] = {}
-        own = value.get("params")
-        if isinstance(own, dict):
-            extra.update(own)
+        extra = dict(cells.parameters(value.get("params"), table))
         for name in spec.param_columns:
-            cell = value.get(name)
-            if cell is not None and not (table and isinstance(cell, str) and not cell.strip()):
-                extra[name] = _number(cell)
+            if (cell := cells.parameter(name, value.get(name))) is not None:
+                extra[name] = cell
         if extra.get("stream"):
             raise RowError("stream", "stream is true; a batch does not stream", "params.stream")
         if (pairs := PAIR_FIELDS.get(self._url)) is not None:
             for group in pairs:
                 if all(value.get(name) is not None for name in group):
-                    return {
-                        "model": self._model,
-                        **spec.params,
-                        **extra,
-                        **{n: value[n] for n in group},
+                    pair = {
+                        n: (n in LIST_FIELDS and cells.json_of(value[n], "[")) or value[n]
+                        for n in group
                     }
-            raise RowError(
-                "missing_column",
-                f"needs {' or '.join(' and '.join(n) for n in pairs)}",
-                pairs[0][0],
-            )
+                    return {"model": self._model, **spec.params, **extra, **pair}
+            raise RowError("missing_column", str(lacks(spec, ())), pairs[0][0])
         if self._template is not None:
             return self._prompt(self._template.fill(value), extra)
-        names: tuple[str, ...] = (spec.prompt_column,) if spec.prompt_column else PROMPT_COLUMNS
-        for name in names:
-            if name in value:
-                if value[name] is None:
-                    raise RowError("null_prompt", f"column {name} is null", name)
-                return self._prompt(value[name], extra, name)
-        raise RowError("missing_column", f"no column {' or '.join(names)}", names[0])
+        names = _prompt_columns(spec)
+        found = [name for name in names if name in value]
+        for name in found:
+            if (prompt := value[name]) is not None:
+                if name == "messages":
+                    prompt = cells.messages(prompt, table)
+                return self._prompt(prompt, extra, name)
+        if found:
+            raise RowError("null_prompt", f"column {found[0]} is null", found[0])
+        raise RowError("missing_column", str(lacks(spec, value)), names[0])
 
     def _prompt(
         self, prompt: Any, extra: dict[str, Any] | None = None, field: str = "prompt"
@@ -235,6 +242,8 @@ class RowMaker:
             raise RowError("invalid_prompt", f"{field} is empty", field)
         if url == CHAT and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
+        elif url in MESSAGES_TOO and isinstance(prompt, list) and _are_messages(prompt):
+            name = "messages"
         elif not isinstance(prompt, (str, list)):
             raise RowError(
                 "invalid_prompt", f"{field} is {_kind(prompt)}, not text or a list", field
@@ -250,19 +259,16 @@ class RowMaker:
             if not isinstance(messages, list) or not messages:
                 raise RowError("invalid_messages", "messages is missing or empty", "messages")
             for message in messages:
-                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise RowError(
-                        "invalid_messages",
-                        "every message must be an object with a role",
-                        "messages",
-                    )
+                role = message.get("role") if isinstance(message, dict) else None
+                if role.__class__ is not str or role not in self._roles:
+                    raise RowError("invalid_messages", _what_role(message, role), "messages")
             if self._spec.system_prompt is not None and messages[0]["role"] != "system":
                 body["messages"] = [
                     {"role": "system", "content": self._spec.system_prompt},
                     *messages,
                 ]
         elif (name := PROMPT_FIELDS.get(url)) is not None:
-            if _is_empty(body.get(name)):
+            if all(_is_empty(body.get(n)) for n in (name, *OTHER_PROMPTS.get(url, ()))):
                 raise RowError("invalid_prompt", f"{name} is missing or empty", name)
             if url == RESPONSES and self._spec.system_prompt is not None:
                 body.setdefault("instructions", self._spec.system_prompt)
@@ -285,17 +291,47 @@ class RowMaker:
             body.setdefault("text", {"format": wanted})
 
 
-def _number(value: Any) -> Any:
-    """CSV columns are text: `0.5` becomes a number, other text stays."""
-    if not isinstance(value, str):
-        return value
-    casts: tuple[Callable[[str], Any], ...] = (int, float)
-    for cast in casts:
-        try:
-            return cast(value)
-        except ValueError:
-            continue
-    return value
+def _prompt_columns(spec: BatchSpec) -> tuple[str, ...]:
+    return (spec.prompt_column,) if spec.prompt_column else PROMPT_COLUMNS
+
+
+def lacks(spec: BatchSpec, columns: Collection[str]) -> str | None:
+    """What a row of these columns lacks to make a request of a spec; None: nothing."""
+    if (pairs := PAIR_FIELDS.get(spec.endpoint)) is not None:
+        if any(all(name in columns for name in group) for group in pairs):
+            return None
+        return f"needs the columns {' or '.join(' and '.join(group) for group in pairs)}"
+    if spec.prompt_template:
+        missing = [name for name in Template(spec.prompt_template).names if name not in columns]
+        return f"no column {' and '.join(missing)}, which prompt_template has" if missing else None
+    names = _prompt_columns(spec)
+    if any(name in columns for name in names):
+        return None
+    return f"no column {' or '.join(names)}; set prompt_column or prompt_template"
+
+
+def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
+    hint = "; there is no comma after a row" if line.endswith(b",") else ""
+    return f"not JSON: {error}{hint}"
+
+
+def _own_id(value: dict[str, Any]) -> str | None:
+    """The `custom_id` of a row of columns: a label only, which may stand in several rows."""
+    own = value.get("custom_id")
+    if type(own) is int:
+        return str(own)
+    return own if isinstance(own, str) and own and _is_utf8(own) else None
+
+
+def _are_messages(prompt: list[Any]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
+
+
+def _what_role(message: Any, role: Any) -> str:
+    if isinstance(role, str):
+        return f"role {role!r} is unknown; where the model's chat template has it, name it in extra_roles"
+    hint = "" if isinstance(message, dict) and "content" in message else " (rows go one on a line)"
+    return f"every message must be an object with a role{hint}"
 
 
 def _is_batch_row(value: dict[str, Any]) -> bool:

@@ -21,10 +21,11 @@ import orjson
 
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.columns import parquet_schema, parquet_tables
+from airflow_provider_vllm.batch.csv_rows import csv_rows
+from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import (
-    CSV_FIELD,
-    Source,
     ToPath,
+    csv_header,
     find_sources,
     local_path,
     records,
@@ -32,6 +33,7 @@ from airflow_provider_vllm.batch.sources import (
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
+CARRIED = 1 << 26  # characters of one CSV record
 SUFFIX = {"jsonl": ".jsonl", "text": ".txt", "csv": ".csv", "parquet": ".parquet"}
 
 
@@ -128,10 +130,11 @@ class _Peekable:
 
 
 def _csv_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
-    headers = [next(_csv_rows(source)) for source in sources]
+    """Every record as it stands in its file, so that a broken one is broken in its shard too."""
+    headers = [_csv_header(source) for source in sources]
     if any(header != headers[0] for header in headers):
         raise InvalidPrompts("the CSV files of input_path have different headers")
-    rows = _Peekable(row for source in sources for row in _csv_body(source))
+    rows = _Peekable(row for source in sources for row in _csv_records(source))
     count = 0
     while rows.has_more():
         first, taken = count, 0
@@ -141,25 +144,33 @@ def _csv_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
             yield _csv_line(headers[0])
             while rows.has_more() and taken < quota:
                 taken += 1
-                yield _csv_line(rows.take())
+                yield rows.take()
 
         yield first, piece()
         count += taken
 
 
-def _csv_rows(source: Source) -> Iterator[list[str]]:
-    csv.field_size_limit(CSV_FIELD)
-    with (
-        source.open() as raw,
-        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
-    ):
-        yield from (row for row in csv.reader(file) if row)
+def _csv_header(source: Source) -> list[str]:
+    with csv_rows(source) as rows:
+        return csv_header(source, rows)
+
+
+def _csv_records(source: Source) -> Iterator[bytes]:
+    with csv_rows(source, CARRIED) as rows:
+        csv_header(source, rows)
+        for line, _, wrong in rows:
+            if wrong is not None and wrong[0] == "row_too_long":
+                raise InvalidPrompts(
+                    f"input_path {source.name}, line {line}: {wrong[1]}, which no shard takes; shorten it"
+                )
+            yield rows.raw().encode("utf-8", "surrogateescape")
 
 
 def _csv_body(source: Source) -> Iterator[list[str]]:
-    rows = _csv_rows(source)
-    next(rows, None)
-    yield from rows
+    """The rows of an output of ours."""
+    with csv_rows(source, CARRIED) as rows:
+        csv_header(source, rows)
+        yield from (cells for _, cells, _ in rows)
 
 
 def _csv_line(cells: list[str]) -> bytes:
@@ -250,7 +261,7 @@ def _join(parts: list[str], target: str, to_path: ToPath) -> None:
 
 def _join_csv(sources: list[Source], out: Any) -> None:
     """Every column of any shard, in the order they are met; a shard's missing ones are empty."""
-    headers = [next(_csv_rows(source), []) for source in sources]
+    headers = [_csv_header(source) for source in sources]
     names = list(dict.fromkeys(name for header in headers for name in header))
     out.write(_csv_line(names))
     for source, header in zip(sources, headers, strict=True):

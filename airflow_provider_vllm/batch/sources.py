@@ -8,20 +8,27 @@ Invariants: files are read as streams, in sorted order of a glob; no line, howev
 
 from __future__ import annotations
 
-import csv
-import gzip
+import contextlib
 import hashlib
-import io
 import json
 import os
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from airflow_provider_vllm.batch.csv_rows import FIELD, HELD, CsvRows, csv_rows
+from airflow_provider_vllm.batch.parquet_rows import (
+    Damage,
+    parquet_file,
+    parquet_parts,
+    parquet_rows,
+)
+from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, RecordError, Source
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
@@ -39,39 +46,10 @@ SUFFIXES = {
 }
 BLOCK = 1 << 20
 BOM = b"\xef\xbb\xbf"
-CSV_FIELD = (1 << 31) - 1
+GZIP = b"\x1f\x8b"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+HEAD = 1 << 12
 GLOB = re.compile(r"[*?\[]")
-
-
-class RecordError(Exception):
-    """A record that cannot be read; `code` is short and fixed, the message says what is wrong.
-
-    `columns` holds what could be read of it, for an output with columns.
-    """
-
-    def __init__(self, code: str, message: str, columns: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.columns = columns or {}
-
-
-class Damaged(OSError):
-    """A file that cannot be read on; the message names it."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One readable file."""
-
-    name: str
-    path: Any
-    format: str
-    gz: bool
-
-    def open(self) -> Any:
-        """The decompressed bytes."""
-        raw = self.path.open("rb")
-        return gzip.GzipFile(fileobj=raw, mode="rb") if self.gz else raw
 
 
 def local_path(text: str) -> Any:
@@ -126,9 +104,7 @@ def _exists(path: Any) -> bool:
 
 
 def _source(name: str, path: Any, wanted: str | None) -> Source:
-    lower = name.lower()
-    gz = lower.endswith(".gz")
-    stem = lower.removesuffix(".gz")
+    stem = name.lower().removesuffix(".gz")
     kind = wanted or SUFFIXES.get(stem[stem.rfind(".") :] if "." in stem else "", "")
     if not kind:
         raise InvalidPrompts(
@@ -140,18 +116,36 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
                 f"input_path {name} is a directory; name its files, for example {name}/*.jsonl"
             )
         with path.open("rb") as file:
-            empty = not file.read(1)
+            head, start = file.read(len(GZIP)), b""
+        source = Source(name, path, kind, head == GZIP)  # the name may say otherwise
+        with source.open() as file, contextlib.suppress(EOFError):  # cut off: said when it's read
+            start = file.read(HEAD)
     except FileNotFoundError:
         raise InvalidPrompts(f"input_path {name} does not exist") from None
     except InvalidPrompts:
         raise
     except Exception as error:  # object stores have errors of their own
-        if is_local(path) and not isinstance(error, OSError):
+        if is_local(path) and not isinstance(error, UNREADABLE):
             raise
         raise InvalidPrompts(f"input_path {name} cannot be read: {error}") from error
-    if empty:
+    if not head:
         raise InvalidPrompts(f"input_path {name} is empty: there is nothing to do")
-    return Source(name, path, kind, gz)
+    _check_start(source, start)
+    return source
+
+
+def _check_start(source: Source, start: bytes) -> None:
+    """What is no file of its format in no row. Raises InvalidPrompts."""
+    if source.format != "parquet" and start.startswith(UTF16):
+        raise InvalidPrompts(
+            f"input_path {source.name} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
+        )
+    lines = start.removeprefix(BOM).lstrip().splitlines()
+    if source.format == "jsonl" and lines and lines[0].strip() in (b"[", b"{", b"[{"):
+        raise InvalidPrompts(
+            f"input_path {source.name} is one JSON document over several lines; write one row on each line, "
+            "for example with jq -c '.[]'"
+        )
 
 
 def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
@@ -166,27 +160,35 @@ def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
 def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
     """Lines without their ends; blank lines only where another line follows."""
     number, blanks, name, limit = 0, 0, source.name, min(spec.max_row_bytes, sys.maxsize - 2)
-    with source.open() as file:
-        readline = file.readline
-        while line := readline(limit + 2):
-            number += 1
-            if number == 1 and line.startswith(BOM):
-                line = line[3:]
-            if len(line) > limit + 1 and not line.endswith(b"\n"):
-                size = len(line)
-                while (rest := readline(BLOCK)) and not rest.endswith(b"\n"):
-                    size += len(rest)
-                text = f"the line has {(size + len(rest)) / 1e6:.1f} MB; max_row_bytes is {limit / 1e6:.1f} MB"
-                item: bytes | RecordError = RecordError("row_too_long", text)
-            else:
-                item = line.strip(b"\r\n \t")
-                if not item:
-                    blanks += 1
-                    continue
-            for blank in range(blanks):
-                yield name, number - blanks + blank, RecordError("empty_row", "the line is empty")
-            blanks = 0
-            yield name, number, item
+    try:
+        with source.open() as file:
+            readline = file.readline
+            while line := readline(limit + 2):
+                number += 1
+                if number == 1 and line.startswith(BOM):
+                    line = line[3:]
+                if len(line) > limit + 1 and not line.endswith(b"\n"):
+                    size = len(line)
+                    while (rest := readline(BLOCK)) and not rest.endswith(b"\n"):
+                        size += len(rest)
+                    text = f"the line has {(size + len(rest)) / 1e6:.1f} MB; {_most(limit)}"
+                    item: bytes | RecordError = RecordError("row_too_long", text)
+                else:
+                    item = line.strip(b"\r\n \t")
+                    if not item:
+                        blanks += 1
+                        continue
+                for blank in range(blanks):
+                    empty = RecordError("empty_row", "the line is empty")
+                    yield name, number - blanks + blank, empty
+                blanks = 0
+                yield name, number, item
+    except UNREADABLE as error:
+        raise Damaged(f"{name} cannot be read on after line {number}: {error}") from error
+
+
+def _most(limit: int) -> str:
+    return f"max_row_bytes is {limit / 1e6:.1f} MB"
 
 
 def _text(source: Source, spec: BatchSpec) -> Iterator[Record]:
@@ -203,46 +205,45 @@ def _text(source: Source, spec: BatchSpec) -> Iterator[Record]:
 
 
 def _csv(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    csv.field_size_limit(CSV_FIELD)  # a smaller one makes csv go on in the middle of a quoted field
-    with (
-        source.open() as raw,
-        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
-    ):
-        reader = csv.reader(file)
-        header: list[str] = _header(source, reader)
-        while True:
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield source.name, reader.line_num, RecordError("invalid_csv", f"not CSV: {error}")
+    name, limit = source.name, spec.max_row_bytes
+    with csv_rows(source, min(max(limit, HELD), FIELD)) as rows:
+        header = csv_header(source, rows)
+        for line, cells, wrong in rows:
+            if wrong is None:
+                yield name, line, _csv_row(header, cells, limit)
                 continue
-            if not cells:
-                continue  # csv's own rule: a blank line is no row
-            yield source.name, reader.line_num, _csv_row(header, cells, spec.max_row_bytes)
+            code, text = wrong
+            if code == "row_too_long":
+                text = f"{text}; {_most(limit)}"
+            yield name, line, RecordError(code, text, _raw_columns(header, cells))
 
 
-def _header(source: Source, reader: Any) -> list[str]:
-    try:
-        header: list[str] = next(reader, [])
-    except csv.Error as error:
-        raise InvalidPrompts(f"input_path {source.name}, line 1: not CSV: {error}") from error
+def csv_header(source: Source, rows: CsvRows) -> list[str]:
+    """The first record of a CSV file. Raises InvalidPrompts where it names no columns."""
+    line, header, wrong = next(iter(rows), (1, [], None))
+    where = f"input_path {source.name}, line {line}"
+    if wrong is not None:
+        raise InvalidPrompts(f"{where}: {wrong[1]}")
     if any(not _is_utf8(name) or "\0" in name for name in header):
-        raise InvalidPrompts(
-            f"input_path {source.name}, line 1: the header is not UTF-8; convert the file to UTF-8"
-        )
-    if not header or any(not name.strip() for name in header) or len(set(header)) != len(header):
-        raise InvalidPrompts(
-            f"input_path {source.name}, line 1: the header needs one distinct name a column"
-        )
+        raise InvalidPrompts(f"{where}: the header is not UTF-8; convert the file to UTF-8")
+    if any(not name.strip() for name in header) or len(set(header)) != len(header):
+        raise InvalidPrompts(f"{where}: the header needs one distinct name a column, not {header}")
     return header
+
+
+def column_names(source: Source) -> list[str]:
+    """The columns of a CSV or Parquet file. Raises InvalidPrompts where it has none that can be used."""
+    if source.format == "csv":
+        with csv_rows(source) as rows:
+            return csv_header(source, rows)
+    with source.open() as raw, parquet_file(source, raw) as file:
+        return list(file.schema_arrow.names)
 
 
 def _csv_row(header: list[str], cells: list[str], limit: int) -> dict[str, Any] | RecordError:
     size = sum(map(len, cells))
     if size > limit:
-        text = f"the row has {size / 1e6:.1f} MB; max_row_bytes is {limit / 1e6:.1f} MB"
+        text = f"the row has {size / 1e6:.1f} MB; {_most(limit)}"
         return RecordError("row_too_long", text, _raw_columns(header, cells))
     if len(cells) != len(header):
         text = f"the row has {len(cells)} fields, the header {len(header)}"
@@ -271,42 +272,8 @@ def _raw_columns(header: list[str], cells: list[str]) -> dict[str, Any]:
 
 
 def _parquet(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    number = 0
-    for batch in parquet_batches(source):
-        for row in batch.to_pylist():
-            number += 1
-            yield source.name, number, row
-
-
-def parquet_batches(source: Source, rows: int = 1024) -> Iterator[Any]:
-    """Record batches of up to so many rows. Raises Damaged, naming the file."""
-    with source.open() as raw, parquet_file(source, raw) as file:
-        from pyarrow import ArrowException  # type: ignore[import-untyped]
-
-        number, batches = 0, file.iter_batches(batch_size=rows)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (ArrowException, OSError) as error:
-                raise Damaged(f"{source.name} is damaged after row {number}: {error}") from error
-            if batch is None:
-                return
-            yield batch
-            number += batch.num_rows
-
-
-def parquet_file(source: Source, raw: Any) -> Any:
-    """An open pyarrow ParquetFile. Raises InvalidPrompts without pyarrow or for a file that is not Parquet."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise InvalidPrompts(
-            f"input_path {source.name} is Parquet, and pyarrow is not installed; install the extra [parquet]"
-        ) from None
-    try:
-        return parquet.ParquetFile(raw)
-    except (ArrowException, OSError) as error:
-        raise InvalidPrompts(f"input_path {source.name} is not Parquet: {error}") from error
+    for number, row in enumerate(parquet_rows(source), 1):
+        yield source.name, number, row
 
 
 READERS = {"jsonl": _lines, "text": _text, "csv": _csv, "parquet": _parquet}
@@ -327,21 +294,42 @@ def measure(spec: BatchSpec, sources: tuple[Source, ...]) -> Extent:
     """
     hasher = hashlib.blake2b(digest_size=16)
     if spec.prompts is not None:
-        text = json.dumps(spec.prompts, sort_keys=True, default=repr)
-        hasher.update(text.encode("utf-8", "surrogatepass"))
+        for prompt in spec.prompts:
+            hasher.update(_mark(prompt) + b"\n")
         return Extent(len(spec.prompts), hasher.hexdigest())
     total: int | None = 0
     for source in sources:
         try:
             rows = _rows(source, spec, hasher)
-        except (OSError, EOFError, zlib.error) as error:
+        except UNREADABLE as error:
+            what = str(error) if isinstance(error, Damaged) else f"{source.name}: {error}"
+            hint = "; unpack what there is of it with zcat" if source.gz else ""
             raise InvalidPrompts(
-                f"input_path {source.name} cannot be read to its end: {error}"
+                f"input_path {what}; it cannot be read to its end{hint}"
             ) from error
         if rows == 0:
             raise InvalidPrompts(f"input_path {source.name} holds no rows: there is nothing to do")
         total = None if rows is None or total is None else total + rows
     return Extent(total, hasher.hexdigest())
+
+
+MARK = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+def _mark(prompt: Any) -> bytes:
+    """A prompt of a list as bytes that are the same in every try; of what is no JSON the type is all there is."""
+    try:
+        return orjson.dumps(prompt, default=_type, option=MARK)
+    except TypeError:  # orjson's JSONEncodeError is one
+        try:
+            text = json.dumps(prompt, default=_type, skipkeys=True)
+        except (TypeError, ValueError, RecursionError):
+            text = _type(prompt)
+        return text.encode()
+
+
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
@@ -356,10 +344,22 @@ def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
             while block := file.read(BLOCK):
                 hasher.update(block)
     if source.format == "parquet":
-        next(parquet_batches(source, 1), None)  # damage at the start is found before any server is
-        with source.open() as raw, parquet_file(source, raw) as table:
-            return int(table.metadata.num_rows)
+        return _count_parquet(source)
     return sum(1 for _ in _csv(source, spec))
+
+
+def _count_parquet(source: Source) -> int:
+    """The rows, damaged ones among them. Raises InvalidPrompts where no row group can be read."""
+    damage = None
+    for part in parquet_parts(source, 1):
+        if not isinstance(part, Damage):
+            break
+        damage = damage or part
+    else:
+        if damage is not None:
+            raise InvalidPrompts(f"input_path {source.name}: {damage.text}")
+    with source.open() as raw, parquet_file(source, raw) as table:
+        return int(table.metadata.num_rows)
 
 
 def _count_lines(source: Source, hasher: Any) -> int:

@@ -37,12 +37,16 @@ class Template:
         for _, _, conversion, _ in self._parts:
             if conversion and conversion not in CONVERSIONS:
                 raise InvalidInput(f"prompt_template: !{conversion} is unknown; use !r, !s or !a")
-        names = [name for _, name, _, _ in self._parts if name is not None]
-        if not names:
+        if not self.names:
             raise InvalidInput("prompt_template names no column, so every prompt would be the same")
-        for name in names:
+        for name in self.names:
             if not name or "." in name or "[" in name:
                 raise InvalidInput(f"prompt_template: {{{name}}} is not a column name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that it needs."""
+        return tuple(name for _, name, _, _ in self._parts if name is not None)
 
     def fill(self, columns: dict[str, Any]) -> str:
         out = []

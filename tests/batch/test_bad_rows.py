@@ -54,6 +54,7 @@ NEVER_SENT = [
     ("messages not a list", changed(body={"messages": "x"}), "invalid_messages", "messages"),
     ("message not an object", changed(body={"messages": ["x"]}), "invalid_messages", "messages"),
     ("message without role", changed(body={"messages": [{"content": "x"}]}), "invalid_messages", "messages"),
+    ("unknown role", changed(body={"messages": [{"role": "alien", "content": "x"}]}), "invalid_messages", "messages"),
     ("null prompt", {"prompt": None}, "null_prompt", "prompt"),
     ("number as prompt", {"prompt": 5}, "invalid_prompt", "prompt"),
 ]  # fmt: skip
@@ -62,7 +63,6 @@ REFUSED = [
     ("unknown model", batch_row("bad", "x", model="nobody"), 404),
     ("negative temperature", batch_row("bad", "x", temperature=-1), 400),
     ("text as number", batch_row("bad", "x", temperature="hot"), 400),
-    ("unknown role", changed(body={"messages": [{"role": "alien", "content": "x"}]}), 400),
 ]
 
 

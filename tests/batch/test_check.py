@@ -59,7 +59,11 @@ def test_a_good_one(source: Path, tmp_path: Path) -> None:
         ("twice.csv", b"prompt,prompt\na,b\n", "header"),
         ("no.parquet", b"not parquet at all", "is not Parquet"),
         ("broken.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100)[:-10], "cannot be read to its end"),
-        ("plain.jsonl.gz", b'{"prompt": "a"}\n', "cannot be read to its end"),
+        ("utf-16.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16; convert it"),
+        ("utf-16.txt", "a\n".encode("utf-16"), "is UTF-16; convert it"),
+        ("array.json", b'[\n  {"prompt": "a"}\n]\n', "one JSON document over several lines"),
+        ("open.csv", b'prompt,"label\na,b\n', "line 1: not CSV: the quote that opens field 2 is not"),
+        ("semicolon.csv", b"id;prompt\n1;a\n", "no column prompt .* separated by ';': use commas"),
         ("what.xyz", b"a\n", "suffix says no format"),
     ],
 )  # fmt: skip

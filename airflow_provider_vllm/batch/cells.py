@@ -1,0 +1,96 @@
+"""A column of a row in, the value that it stands for out.
+
+CSV knows text only, and Parquet has a null for every field that a row does not use: a missing value is None here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+import orjson
+
+from airflow_provider_vllm.batch.template import RowError
+
+# Parameters whose value is text, whatever it looks like.
+TEXTS = frozenset(
+    ["cache_salt", "chat_template", "encoding_format", "instruction", "instructions", "model", "reasoning_effort",
+     "request_id", "session_id", "stop", "suffix", "task", "user"]
+)  # fmt: skip
+WORDS = {"true": True, "false": False, "null": None}
+
+
+def parameter(name: str, cell: Any) -> Any:
+    """A sampling parameter; numbers, true, false, lists and objects may be text. Raises RowError for infinity."""
+    if isinstance(cell, str):
+        text = cell.strip()
+        if not text:
+            return None
+        if name in TEXTS:
+            listed = json_of(text, "[")
+            return cell if listed is None else listed
+        cell = _read(text)
+    if isinstance(cell, Decimal):
+        number = float(cell)
+        cell = int(number) if number.is_integer() else number
+    if isinstance(cell, float) and not math.isfinite(cell):
+        if math.isnan(cell):
+            return None
+        raise RowError("invalid_value", f"{name} is {cell}", name)
+    return cell
+
+
+def _read(text: str) -> Any:
+    casts: tuple[Callable[[str], Any], ...] = (int, float)
+    for cast in casts:
+        try:
+            return cast(text)
+        except ValueError:
+            continue
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    found = json_of(text, "[{")
+    return text if found is None else found
+
+
+def json_of(cell: Any, starts: str) -> Any:
+    """The JSON in a text that begins with one of these characters; None where there is none."""
+    if not isinstance(cell, str) or cell.lstrip()[:1] not in tuple(starts):
+        return None
+    try:
+        return orjson.loads(cell)
+    except (orjson.JSONDecodeError, UnicodeEncodeError):
+        return None
+
+
+def parameters(value: Any, table: bool) -> Mapping[str, Any]:
+    """The column `params`: an object, or one as JSON text; anything else is no parameters.
+
+    In a `table` a field without a value is none: Parquet gives every row the fields of all.
+    """
+    if isinstance(value, str):
+        value = json_of(value, "{")
+    if isinstance(value, list) and all(isinstance(x, tuple) and len(x) == 2 for x in value):
+        value = dict(value)  # a Parquet map
+    if not isinstance(value, dict):
+        return {}
+    if not table:
+        return value
+    read = {name: parameter(name, cell) for name, cell in value.items()}
+    return {name: cell for name, cell in read.items() if cell is not None}
+
+
+def messages(value: Any, table: bool) -> Any:
+    """The column `messages`: chat messages, or those as JSON text; other text stays."""
+    if isinstance(value, str):
+        found = json_of(value, "[")
+        return value if found is None else found
+    if table and isinstance(value, list):
+        return [_used(each) if isinstance(each, dict) else each for each in value]
+    return value
+
+
+def _used(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in message.items() if part is not None}
