@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Diagnoses what the arguments name, prints it and returns the exit status."""
     try:
-        evidence = _evidence(getattr(args, "evidence", None))
+        evidence = _evidence(args.evidence)
+    except (OSError, ValueError, RecursionError) as error:
+        print(f"Cannot read the evidence {args.evidence}: {error}", file=sys.stderr)
+        return UNREADABLE
+    try:
         source = sys.stdin.buffer if args.log == "-" else args.log
         found = diagnose(source, exit_status=args.exit_status, evidence=evidence)
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,14 @@ WAITING, LAUNCHING, LOADING, READY = "waiting", "launching", "loading", "ready"
 DRAINING, STOPPED, FAILED = "draining", "stopped", "failed"
 STARTING_STATES = (WAITING, LAUNCHING, LOADING)
 ENDED_STATES = (STOPPED, FAILED)
+
+# Types of JSON values by the annotation of a field.
+_PLAIN: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+}
 
 
 @dataclass(frozen=True)
@@ -113,13 +121,23 @@ class ServerState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ServerState:
+        """Raises TypeError for what is no state: a file that another version wrote, or a disk lost."""
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        for each in fields(cls):
+            kind, _, maybe = str(each.type).partition(" | ")
+            value = known.get(each.name, each.default)
+            if kind in _PLAIN and not (
+                isinstance(value, _PLAIN[kind]) or (maybe and value is None)
+            ):
+                raise TypeError(f"{each.name} is a {type(value).__name__}")
         for name in ("supervisor", "guard", "engine"):
             known[name] = ProcessId.from_json(known.get(name))
         tree = (ProcessId.from_json(item) for item in known.get("tree") or ())
         known["tree"] = tuple(item for item in tree if item)
         for name in ("segments", "gpus"):
             known[name] = tuple(known.get(name) or ())
+            if not all(isinstance(item, str) for item in known[name]):
+                raise TypeError(f"{name} holds something else than text")
         return cls(**known)
 
     def but(self, **changes: Any) -> ServerState:
