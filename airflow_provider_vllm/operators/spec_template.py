@@ -1,14 +1,18 @@
 """A ServerSpec as an operator's templated field.
 
 Airflow's templater sets attributes, and a half-rendered `{{ }}` would not validate: so what is templated is the
-dict of the fields, and the ServerSpec is built when the task runs. In the serialized DAG and in the view of
-rendered templates the values of `env` are masked.
+dict of the fields, and the ServerSpec is built when the task runs.
+
+Invariant: no value of `env` is in the serialized DAG or in the view of rendered templates, wherever in a DAG file
+the spec stands: at an operator, in `.partial()`, `.expand()` or `.expand_kwargs()`, or in `default_args`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
 from airflow_provider_vllm.environment import MASK
 from airflow_provider_vllm.names import refuse_misplaced
@@ -17,6 +21,7 @@ from airflow_provider_vllm.spec import ServerSpec
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
+    from airflow.sdk.definitions.mappedoperator import MappedOperator
 
 SPEC_PLACES = {name: f"spec=ServerSpec({name}=...)" for name in ServerSpec.__dataclass_fields__}
 
@@ -36,10 +41,11 @@ class SpecTemplate:
 
         if isinstance(spec, ServerSpec):
             return cls(spec.to_json())
+        hide_defaults(operator.get_dag())
         if isinstance(spec, Mapping):
             spec = dict(spec)
-            if isinstance(spec.get("env"), HiddenEnv):
-                spec["env"] = spec["env"].variables
+            if isinstance(spec.get("env"), Mapping):
+                spec["env"] = {name: shown(value) for name, value in spec["env"].items()}
         XComArg.apply_upstream_relationship(operator, spec)
         return cls(spec)
 
@@ -56,23 +62,60 @@ class SpecTemplate:
         return {**self.fields, "env": masked}
 
 
-class HiddenEnv:
-    """`env` of a spec among the fixed arguments of a mapped task, which Airflow stores as they are
-    given: as text, its values masked."""
+class Hidden:
+    """A value of `env` among arguments that Airflow stores as they are given: as text, masked."""
 
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        self.variables = variables
+    def __init__(self, value: str) -> None:
+        self.value = value
 
     def __repr__(self) -> str:
-        return repr(dict.fromkeys(self.variables, MASK))
+        return MASK
+
+
+def hidden(spec: Any) -> Any:
+    """A `spec` argument with the values of its `env` hidden; outputs of other tasks stay what they are."""
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("env"), Mapping):
+        return spec
+    env = {
+        name: Hidden(value) if isinstance(value, str) else value
+        for name, value in spec["env"].items()
+    }
+    return {**spec, "env": env}
+
+
+def shown(value: Any) -> Any:
+    return value.value if isinstance(value, Hidden) else value
+
+
+def hide_defaults(dag: Any) -> None:
+    """Hide the `env` of a spec in a DAG's own copy of its `default_args`."""
+    defaults = getattr(dag, "default_args", None) or {}
+    if "spec" in defaults:
+        defaults["spec"] = hidden(defaults["spec"])
+
+
+class HidingPartial(OperatorPartial):
+    """What `.partial()` gives: hides the `env` of the specs that it is expanded over."""
+
+    def expand(self, **mapped: Any) -> MappedOperator:
+        if isinstance(specs := mapped.get("spec"), (list, tuple)):
+            mapped["spec"] = [hidden(spec) for spec in specs]
+        return super().expand(**mapped)
+
+    def expand_kwargs(self, kwargs: Any, **how: Any) -> MappedOperator:
+        if isinstance(kwargs, (list, tuple)):
+            kwargs = [
+                {**each, "spec": hidden(each["spec"])}
+                if isinstance(each, Mapping) and "spec" in each
+                else each
+                for each in kwargs
+            ]
+        return super().expand_kwargs(kwargs, **how)
 
 
 class TakesSpec:
-    """Mixin of the operators with an argument `spec`: masks its `env` in `.partial()`, and looks at
-    literal arguments while the DAG file is read.
-
-    In `.expand(spec=[...])` give ServerSpec objects, whose text form has no `env`.
-    """
+    """Mixin of the operators with an argument `spec`: masks its `env` in mapped tasks as well, and looks at
+    literal arguments while the DAG file is read."""
 
     # How to write what is no argument of the operator.
     places: ClassVar[Mapping[str, str]] = SPEC_PLACES
@@ -81,15 +124,19 @@ class TakesSpec:
     def partial(cls, **arguments: Any) -> Any:
         with naming(cls.__name__, str(arguments.get("task_id"))):
             cls.check_arguments(arguments, Literals(arguments.get("dag")), complete=False)
-        spec = arguments.get("spec")
-        if isinstance(spec, Mapping) and isinstance(spec.get("env"), Mapping):
-            arguments["spec"] = {**spec, "env": HiddenEnv(spec["env"])}
         try:
-            return super().partial(**arguments)  # type: ignore[misc]
+            partial = super().partial(**arguments)  # type: ignore[misc]
         except TypeError:
             with naming(cls.__name__, str(arguments.get("task_id"))):
                 refuse_misplaced(arguments, cls.places)
             raise
+        partial._expand_called = True  # it has a successor, and would say that it was never mapped
+        hide_defaults(partial.kwargs.get("dag"))
+        # Here with what default_args gave.
+        kwargs = {name: hidden(v) if name == "spec" else v for name, v in partial.kwargs.items()}
+        return HidingPartial(
+            operator_class=partial.operator_class, kwargs=kwargs, params=partial.params
+        )
 
     @classmethod
     def check_arguments(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from airflow.sdk import DAG, task
+from airflow.sdk import DAG, TaskGroup, task
 
 from airflow_provider_vllm import ServerSpec, StartVllmServerOperator, VllmBatchOperator
 from airflow_provider_vllm.exceptions import InvalidSpec
@@ -84,6 +84,71 @@ def test_env_is_masked_in_the_stored_dag(as_dict: bool, mapped: bool) -> None:
     assert "also-hidden" not in text
     if as_dict or not mapped:  # else Airflow keeps the text form of the ServerSpec, without env
         assert "SOME_TOKEN" in text
+
+
+SPEC: dict[str, Any] = {"model": "m", "env": {"SOME_TOKEN": SECRET, "PLAIN": "also-hidden"}}
+
+
+def expanded() -> Any:
+    partial = VllmBatchOperator.partial(task_id="ask", prompts=["x"])
+    return partial.expand(spec=[SPEC, ServerSpec(**SPEC)])
+
+
+def expanded_kwargs() -> Any:
+    return VllmBatchOperator.partial(task_id="ask").expand_kwargs(
+        [{"spec": SPEC, "prompts": ["x"]}]
+    )
+
+
+def plain() -> Any:
+    return VllmBatchOperator(task_id="ask", prompts=["x"])
+
+
+def mapped() -> Any:
+    return VllmBatchOperator.partial(task_id="ask").expand(prompts=[["x"]])
+
+
+@pytest.mark.parametrize(
+    ("make", "dag_defaults", "group_defaults"),
+    [
+        (expanded, {}, {}),
+        (expanded_kwargs, {}, {}),
+        (plain, {"spec": SPEC}, {}),
+        (plain, {}, {"spec": SPEC}),
+        (mapped, {"spec": SPEC}, {}),
+        (mapped, {}, {"spec": SPEC}),
+    ],
+    ids=["expand", "expand_kwargs", "DAG", "task group", "mapped, DAG", "mapped, task group"],
+)
+def test_env_is_masked_wherever_the_spec_stands(
+    make: Any, dag_defaults: dict[str, Any], group_defaults: dict[str, Any]
+) -> None:
+    """Among the arguments that a task is mapped over, or in `default_args`."""
+    with (
+        DAG("d", schedule=None, default_args=dag_defaults) as dag,
+        TaskGroup("group", default_args=group_defaults),  # type: ignore[arg-type]
+    ):
+        task: Any = make()
+    text = stored(dag)
+    assert SECRET not in text
+    assert "also-hidden" not in text
+    if make is not plain:
+        first = {expanded: lambda: {"spec": task.expand_input.value["spec"][0]}}
+        first |= {expanded_kwargs: lambda: task.expand_input.value[0]}
+        task = task.unmap(first.get(make, lambda: {"prompts": ["x"]})())
+    assert task.spec.build().env == SPEC["env"]
+    assert SPEC["env"] == {"SOME_TOKEN": SECRET, "PLAIN": "also-hidden"}
+
+
+def test_an_output_of_another_task_in_the_env_of_a_mapped_one_stays_upstream() -> None:
+    @task
+    def choose() -> str:
+        return "m"
+
+    with DAG("d", schedule=None):
+        spec = {"model": "m", "env": {"CHOSEN": choose(), "SOME_TOKEN": SECRET}}
+        mapped = VllmBatchOperator.partial(task_id="ask", spec=spec).expand(prompts=[["x"]])
+    assert mapped.upstream_task_ids == {"choose"}
 
 
 def test_a_mapped_task_gets_its_env_all_the_same() -> None:
