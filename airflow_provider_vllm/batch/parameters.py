@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from difflib import get_close_matches
 
+from airflow_provider_vllm import names
 from airflow_provider_vllm.batch.api import (
     CHAT,
     CLASSIFY,
@@ -65,19 +65,19 @@ NAMES = {
     SCORE: RANK + "data_1 data_2 items queries text_1 text_2",
     RERANK: RANK + "query top_n",
 }  # fmt: skip
-KNOWN = {url: frozenset(names.split()) for url, names in NAMES.items()}
+KNOWN = {url: frozenset(text.split()) for url, text in NAMES.items()}
 # What other servers, and older vLLMs, call a thing.
 ELSEWHERE = {
     "max_new_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
     "max_tokens": ("max_output_tokens",),
     "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_tokens",),
     "stop_sequences": ("stop",),
     "guided_json": ("structured_outputs",),
     "guided_regex": ("structured_outputs",),
     "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",),
 }
-CLOSE = 0.75
 MOST_SETS = 1000  # of different fields that are looked at: a body may have fields named at random
 
 
@@ -89,9 +89,9 @@ class Spelling:
         self._seen: set[tuple[str, ...]] = set()
         self._said: set[str] = set()
 
-    def look(self, url: str, names: Iterable[str]) -> None:
+    def look(self, url: str, body: Iterable[str]) -> None:
         """Say once what is wrong with each of these fields."""
-        fields = (url, *names)
+        fields = (url, *body)
         if fields in self._seen or len(self._seen) >= MOST_SETS:
             return
         self._seen.add(fields)
@@ -117,10 +117,7 @@ class Spelling:
 
 def nearest(url: str, name: str) -> str | None:
     """The field of this endpoint that a name most likely means; None where it is like none of them."""
-    known = KNOWN[url]
     for other in ELSEWHERE.get(name, ()):
-        if other in known:
+        if other in KNOWN[url]:
             return other
-    plain = {field.replace("_", ""): field for field in sorted(known)}
-    close = get_close_matches(name.lower().replace("_", "").replace("-", ""), plain, 1, CLOSE)
-    return plain[close[0]] if close else None
+    return names.nearest(name, KNOWN[url])

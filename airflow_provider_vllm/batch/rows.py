@@ -68,6 +68,7 @@ class RowMaker:
         self._offset = spec.row_offset
         self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
         self._pack = pack
+        self._names = _prompt_columns(spec)
         self._spelling = spelling
         self._roles = ROLES.union(spec.extra_roles)
         self._from_file = spec.prompts is None
@@ -133,7 +134,8 @@ class RowMaker:
             if not table and _is_batch_row(value):
                 return self._batch_row(number, value)
             body = self._plain(value, table)
-            name = _own_id(value)
+            if "custom_id" in value:
+                name = _own_id(value)
         elif isinstance(value, RecordError):
             raise value
         elif self._template is not None and isinstance(value, str):
@@ -198,7 +200,9 @@ class RowMaker:
     def _plain(self, value: dict[str, Any], table: bool) -> dict[str, Any]:
         """A body from a row of columns; in a `table` (CSV, Parquet) an empty parameter is none."""
         spec = self._spec
-        extra = dict(cells.parameters(value.get("params"), table))
+        extra: dict[str, Any] = {}
+        if (own := value.get("params")) is not None:
+            extra.update(cells.parameters(own, table))
         for name in spec.param_columns:
             if (cell := cells.parameter(name, value.get(name))) is not None:
                 extra[name] = cell
@@ -215,16 +219,20 @@ class RowMaker:
             raise RowError("missing_column", str(lacks(spec, ())), pairs[0][0])
         if self._template is not None:
             return self._prompt(self._template.fill(value), extra)
-        names = _prompt_columns(spec)
-        found = [name for name in names if name in value]
-        for name in found:
-            if (prompt := value[name]) is not None:
-                if name == "messages":
-                    prompt = cells.messages(prompt, table)
-                return self._prompt(prompt, extra, name)
-        if found:
-            raise RowError("null_prompt", f"column {found[0]} is null", found[0])
-        raise RowError("missing_column", str(lacks(spec, value)), names[0])
+        empty = None
+        for name in self._names:
+            prompt = value.get(name)
+            if prompt is None or (table and prompt == ""):  # as CSV writes a missing value
+                empty = empty or (name if name in value else None)
+                continue
+            if name == "messages":
+                prompt = cells.messages(prompt, table)
+            return self._prompt(prompt, extra, name)
+        if empty is None:
+            raise RowError("missing_column", str(lacks(spec, value)), self._names[0])
+        if value[empty] is None:
+            raise RowError("null_prompt", f"column {empty} is null", empty)
+        raise RowError("invalid_prompt", f"{empty} is empty", empty)
 
     def _prompt(
         self, prompt: Any, extra: dict[str, Any] | None = None, field: str = "prompt"
