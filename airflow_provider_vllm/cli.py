@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -77,12 +78,22 @@ def servers(args: argparse.Namespace) -> None:
     rows: list[tuple[str, ...]] = [("ID", "STATE", "MODEL", "GPUS", "AGE", "LEASE", "TASK")]
     rows += [_row(*each, time.time()) for each in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     if not found:
-        print(_none(root, "has run" if args.all else "runs"))
+        lines.append(_none(root, "has run" if args.all else "runs"))
+    _print_all(lines)
+
+
+def _print_all(lines: Sequence[str]) -> None:
+    """Print, to a reader that may have gone (`... | head -1`)."""
+    try:
+        print(*lines, sep="\n", flush=True, end="\n" if lines else "")
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def stop(args: argparse.Namespace) -> None:

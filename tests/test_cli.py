@@ -86,6 +86,22 @@ def test_a_log_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     assert "none.log" in done.stderr
 
 
+def test_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "airflow", "vllm", "servers"]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "AIRFLOW_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert "BrokenPipeError" not in said
+
+
 # -- the same in this process: odd arguments and odd state roots ---------------------------------
 
 Call = Callable[..., tuple[int, str, str]]
