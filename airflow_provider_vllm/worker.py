@@ -65,6 +65,12 @@ def server_id(context: Mapping[str, Any]) -> str:
     return f"{readable.strip('-') or 'task'}-{digest}"
 
 
+def run_label(context: Mapping[str, Any]) -> str:
+    """The DAG run of a task instance, with its dag."""
+    ti = context["ti"]
+    return f"{ti.dag_id} {ti.run_id}"
+
+
 def task_label(context: Mapping[str, Any]) -> str:
     """The task instance for people: dag, task, run, map index and try."""
     ti = context["ti"]

@@ -80,6 +80,9 @@ def run_provider(job: Job, folder: Path) -> dict[str, Any]:
     from airflow_provider_vllm.batch.spec import BatchSpec
 
     class Link:
+        def planned(self) -> Endpoint:
+            return Endpoint(job.url, job.model)
+
         def connect(self) -> Endpoint:
             return Endpoint(job.url, job.model)
 

@@ -112,6 +112,15 @@ def check_output(body: dict[str, Any], check: Check) -> str | None:
     return None
 
 
+def still_keeps(line: bytes, check: Check) -> bool:
+    """Whether the answer in a line of the results keeps to a schema."""
+    try:
+        body = loads(line)["response"]["body"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return False
+    return check_output(body, check) is None
+
+
 def error_line(
     row: Row | BadRow,
     code: str,

@@ -44,6 +44,7 @@ class Checked:
     sources: tuple[Source, ...]
     extent: Extent
     owner: str = ""
+    run: str = ""
 
 
 def check_inputs(
@@ -159,10 +160,13 @@ def _same(one: Any, other: Any) -> bool:
 
 def meta_of(spec: BatchSpec, checked: Checked, fingerprint: str = "") -> Meta:
     """What the journal of this batch says of it."""
-    return Meta(fingerprint, checked.extent.digest, spec.output_path, spec.paths, checked.owner)
+    digest = checked.extent.digest
+    return Meta(fingerprint, digest, spec.output_path, spec.paths, checked.owner, checked.run)
 
 
-def check_journal(spec: BatchSpec, checked: Checked, journal: Journal) -> Meta | None:
+def check_journal(
+    spec: BatchSpec, checked: Checked, journal: Journal, fingerprint: str = ""
+) -> Meta | None:
     """What the journal was written for. Raises InvalidPrompts where that is another batch's output.
 
     Called before anything is started, and again under the journal's lock, since another may have begun in between.
@@ -170,7 +174,14 @@ def check_journal(spec: BatchSpec, checked: Checked, journal: Journal) -> Meta |
     meta = journal.read_meta()
     if meta is None or spec.output_path is None:
         return meta
-    if not meta.may_be_taken_by(meta_of(spec, checked)):
+    now = meta_of(spec, checked, fingerprint)
+    if meta.is_rival_of(now):
+        raise InvalidPrompts(
+            f"output_path {spec.output_path} is also that of {meta.owner} in this run, which asks another model "
+            f"or with other parameters, as {journal.name}/meta.json says: each would overwrite the other's answers; "
+            "give each its own, for example with {{ ti.map_index }} or the model's name in it"
+        )
+    if not meta.may_be_taken_by(now):
         of = ", ".join(meta.inputs) or "another list of prompts"
         by = f" of {meta.owner}" if meta.owner else ""
         raise InvalidPrompts(

@@ -26,9 +26,17 @@ class Endpoint:
     owned: bool = False
     fingerprint: str = ""
 
+    def answers_like(self, other: Endpoint) -> bool:
+        """Whether both give the same answers, as far as is known."""
+        return (self.model, self.fingerprint) == (other.model, other.fingerprint)
+
 
 class ServerLink(Protocol):
     """What the runner asks of the server's life. All methods may block; the runner calls them off its event loop."""
+
+    def planned(self) -> Endpoint:
+        """What `connect` is expected to give, without starting or asking anything; `base_url` may be empty."""
+        ...
 
     def connect(self) -> Endpoint:
         """The endpoint to use now. Raises ServerLost or ServerUnreachable when there is none."""

@@ -12,13 +12,14 @@ import orjson
 
 from airflow_provider_vllm.batch import health, packing, results
 from airflow_provider_vllm.batch.api import CHAT
-from airflow_provider_vllm.batch.check import Checked, meta_of
+from airflow_provider_vllm.batch.check import Checked
 from airflow_provider_vllm.batch.columns import write_columns
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
-from airflow_provider_vllm.batch.journal import Earlier, Journal
+from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.parameters import Spelling
 from airflow_provider_vllm.batch.progress import Progress
+from airflow_provider_vllm.batch.resume import Left, Resumed
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
@@ -47,6 +48,7 @@ class Job:
         spec: BatchSpec,
         checked: Checked,
         journal: Journal,
+        resumed: Resumed,
         link: ServerLink,
         endpoint: Endpoint,
         log: logging.Logger,
@@ -54,18 +56,18 @@ class Job:
         on_progress: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         self._spec, self._checked, self._journal = spec, checked, journal
+        self._resumed = resumed
         self._link, self._endpoint, self._log = link, endpoint, log
         self._to_path, self._on_progress = to_path, on_progress
         self._model = spec.model or endpoint.model
-        self._fingerprint = spec.fingerprint(endpoint.model, endpoint.fingerprint)
-        self._changed = 0
         self._began = time.monotonic()
         self._sent: float | None = None
         self._errors_at: str | None = None
 
     def run(self) -> BatchResult:
         spec, extent, journal = self._spec, self._checked.extent, self._journal
-        earlier = self._resume()
+        left = self._resumed.left
+        total = left.rows if left is not None else extent.rows
         may_pack = spec.pack != 1 and (spec.endpoint != CHAT or health.is_vllm(self._endpoint))
         maker = RowMaker(
             spec,
@@ -79,9 +81,9 @@ class Job:
             spec,
             maker.rows(records(spec, self._checked.sources)),
             journal,
-            earlier,
+            self._resumed.earlier,
             self._endpoint,
-            total=extent.rows,
+            total=total,
             may_pack=may_pack,
             short=may_pack and self._starts_short(),
             check=checker(spec.output_schema),
@@ -93,7 +95,7 @@ class Job:
                 sender.stats.limit,
             )
         self._began = time.monotonic()
-        progress = Progress(extent.rows, self._began)
+        progress = Progress(total, self._began)
         watch = Watch(
             spec,
             self._link,
@@ -108,8 +110,6 @@ class Job:
             sender.start()
             watch.run()
             self._sent = time.monotonic()
-            if earlier is not None:
-                self._changed = len(earlier.answers) - sender.stats.reused
             return self._finish(sender, watch)
         except BatchFailed as error:
             raise self._failed(error, sender, watch) from (error.__cause__ or error)
@@ -126,37 +126,6 @@ class Job:
         )
         return isinstance(first, Row) and packing.is_short(first)
 
-    def _resume(self) -> Earlier | None:
-        """What earlier tries answered; says so, and obeys `on_changed_input`."""
-        spec, journal = self._spec, self._journal
-        meta = journal.read_meta()
-        now = meta_of(spec, self._checked, self._fingerprint)
-        earlier = journal.earlier()
-        answered = earlier.answers
-        if meta is not None and len(answered):
-            changes = [
-                text
-                for text, changed in (
-                    ("the input", meta.input != now.input),
-                    ("the model or the parameters", meta.fingerprint != now.fingerprint),
-                )
-                if changed
-            ]
-            what = " and ".join(changes)
-            if changes and spec.on_changed_input == "fail":
-                raise BatchFailed(
-                    f"{what} changed since an earlier try, whose {len(answered)} answers are in {journal.name}; "
-                    'put it back, or set on_changed_input="rerun"'
-                )
-            if changes:
-                self._log.warning(
-                    "%s changed since an earlier try: what differs runs again", what.capitalize()
-                )
-            self._log.info("Resuming: %d rows were answered by an earlier try", len(answered))
-        if meta != now:
-            journal.write_meta(now)
-        return earlier if len(answered) or earlier.deaths else None
-
     def _finish(self, sender: Sender, watch: Watch) -> BatchResult:
         spec, stats = self._spec, sender.stats
         self._journal.sync()
@@ -164,10 +133,6 @@ class Job:
         if stats.read != stats.done or sum(stats.outcomes.values()) != stats.done:
             raise BatchFailed(
                 f"{stats.read} rows were read, but {stats.done} ended: {dict(stats.outcomes)}"
-            )
-        if self._changed > 0:
-            self._log.info(
-                "%d earlier answers belong to rows that are no longer asked", self._changed
             )
         errors_at = (
             results.write_errors(spec, self._journal, stats.done, self._to_path)
@@ -222,14 +187,14 @@ class Job:
     def _manifest(
         self, sender: Sender, watch: Watch, errors_at: str | None, complete: bool = True
     ) -> Manifest:
-        spec, stats = self._spec, sender.stats
+        spec, stats, left = self._spec, sender.stats, self._resumed.left or Left()
         seconds = max((self._sent or time.monotonic()) - self._began, 1e-9)
         tokens = stats.prompt_tokens + stats.completion_tokens
         return Manifest(
             rows=stats.done,
             outcomes=dict(sorted(stats.outcomes.items())),
             reused=stats.reused,
-            changed=max(self._changed, 0),
+            changed=left.changed + left.outdated,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
             seconds=round(time.monotonic() - self._began, 3),
@@ -243,7 +208,7 @@ class Job:
             pack=stats.pack,
             model=self._model,
             endpoint=spec.endpoint,
-            fingerprint=self._fingerprint,
+            fingerprint=self._resumed.meta.fingerprint,
             input=spec.paths,
             input_digest=self._checked.extent.digest,
             output_path=spec.output_path if complete else None,

@@ -56,6 +56,10 @@ class Earlier:
     ids: IntSet = field(default_factory=IntSet)
     mixed: int = 0
 
+    @property
+    def had_answers(self) -> bool:
+        return bool(len(self.answers) or self.mixed)
+
 
 class Journal:
     """The records of one batch on this machine's disk.

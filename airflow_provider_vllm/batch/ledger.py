@@ -5,15 +5,12 @@ Invariant: every row that was read ends here once, as `ok`, `reused`, or with th
 
 from __future__ import annotations
 
-from orjson import JSONDecodeError
-
 from airflow_provider_vllm.batch.answers import (
     TAIL,
     Check,
     answer,
     bad_row_line,
-    check_output,
-    loads,
+    still_keeps,
 )
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.records import END, Reader, head
@@ -59,11 +56,7 @@ class Ledger:
         if self._check is None:
             return True
         self._reader = self._reader or self._journal.reader()
-        try:
-            body = loads(self._reader.line(position))["response"]["body"]
-        except (JSONDecodeError, KeyError, TypeError):
-            return False
-        return check_output(body, self._check) is None
+        return still_keeps(self._reader.line(position), self._check)
 
     def close(self) -> None:
         if self._reader is not None:

@@ -16,6 +16,7 @@ from airflow_provider_vllm.batch.check import Checked, check_inputs, check_journ
 from airflow_provider_vllm.batch.endpoint import ServerLink
 from airflow_provider_vllm.batch.job import BatchResult, Job
 from airflow_provider_vllm.batch.remote import journal_at
+from airflow_provider_vllm.batch.resume import resume
 from airflow_provider_vllm.batch.sources import ToPath, local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
 
@@ -32,22 +33,38 @@ def run_batch(
     to_path: ToPath = local_path,
     checked: Checked | None = None,
     owner: str = "",
+    run: str = "",
 ) -> BatchResult:
     """Send every row that has no good answer yet, and write the results.
 
     `checked` is what `check_inputs` gave for this spec, so that the input is not read once more.
     `owner` names what stays the same over the tries of one batch: the output of another is never overwritten.
+    `run` names what it belongs to: of two owners in one run, only one may write an output, unless they ask the same.
+    Where nothing is left to send, `link` is not asked to connect.
     Blocks in the calling thread, which must be the one that signal handlers raise in. Raises
     InvalidPrompts before anything is sent, BatchFailed (with the manifest) by the verdict rules,
     ServerError where `link` cannot connect.
     """
     checked = checked or check_inputs(spec, to_path=to_path, journal_dir=journal_dir, owner=owner)
-    checked = replace(checked, owner=owner or checked.owner)
+    checked = replace(checked, owner=owner or checked.owner, run=run or checked.run)
     journal = journal_at(journal_dir, to_path)
+    endpoint = link.planned()
+    # Before the lock is waited for, and again when it is held.
+    check_journal(spec, checked, journal, spec.fingerprint(endpoint.model, endpoint.fingerprint))
     journal.open(checked.extent.rows or 0)
     try:
-        check_journal(spec, checked, journal)
-        endpoint = link.connect()
-        return Job(spec, checked, journal, link, endpoint, log, to_path, on_progress).run()
+        resumed = resume(spec, checked, journal, endpoint)
+        resumed.report(log)
+        journal.write_meta(resumed.meta)
+        if not resumed.is_anything_left:
+            log.info("Nothing is left to send: no server is needed")
+        else:
+            planned, endpoint = endpoint, link.connect()
+            if not endpoint.answers_like(planned):
+                log.info("The server is not as planned: what was answered is looked at again")
+                resumed = resume(spec, checked, journal, endpoint)
+                resumed.report(log)
+                journal.write_meta(resumed.meta)
+        return Job(spec, checked, journal, resumed, link, endpoint, log, to_path, on_progress).run()
     finally:
         journal.close()

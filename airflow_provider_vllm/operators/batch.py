@@ -147,6 +147,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
                     to_path=to_path,
                     checked=checked,
                     owner=worker.server_id(context),
+                    run=worker.run_label(context),
                 )
         except NoFreeGpu as exc:
             limit = self._server_spec().gpu_wait_timeout

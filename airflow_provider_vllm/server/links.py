@@ -57,6 +57,9 @@ class OwnServer:
         """Whether this task has had its server."""
         return self._running is not None
 
+    def planned(self) -> Endpoint:
+        return _planned(self._spec, self._spec.served_model_name or "")
+
     def connect(self) -> Endpoint:
         if self._running is None:
             self._running = self._start(self._apply_remedy)
@@ -139,6 +142,9 @@ class SharedServer:
     def connected(self) -> bool:
         """Whether this task has had the server."""
         return self._control is not None
+
+    def planned(self) -> Endpoint:
+        return _planned(ServerSpec.of(self._handle.spec), self._handle.model)
 
     def connect(self) -> Endpoint:
         if not self._handle.on_this_host:
@@ -265,6 +271,9 @@ class ForeignEndpoint:
     def connected(self) -> bool:
         return True
 
+    def planned(self) -> Endpoint:
+        return self._endpoint
+
     def connect(self) -> Endpoint:
         return self._endpoint
 
@@ -320,6 +329,10 @@ def _endpoint(running: Running) -> Endpoint:
         owned=True,
         fingerprint=ServerSpec.of(running.handle.spec).fingerprint,
     )
+
+
+def _planned(spec: ServerSpec, model: str) -> Endpoint:
+    return Endpoint("", model, owned=True, fingerprint=spec.fingerprint)
 
 
 def _refuse_after_stop(directory: GenerationDir) -> None:

@@ -28,12 +28,16 @@ class ForeignLink:
 
     def __init__(self, base_url: str, model: str = "tiny", api_key: str | None = None) -> None:
         self.endpoint = Endpoint(base_url, model, api_key)
-        self.renewed = 0
+        self.renewed = self.connects = 0
         self.losses: list[str] = []
         self.patience = 20.0
         self.on_recover: Callable[[], None] = lambda: None
 
+    def planned(self) -> Endpoint:
+        return self.endpoint
+
     def connect(self) -> Endpoint:
+        self.connects += 1
         return self.endpoint
 
     def renew(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
-from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
+from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, until, write_rows
 from tests.fakes.endpoint import ThreadedEndpoint
 
 
@@ -53,7 +55,10 @@ def test_a_changed_prompt_runs_anew_and_says_so(
         result = run(spec(tmp_path, rows), link, tmp_path)
     assert asked(server) == {"new"}
     assert result.manifest.changed == 1
-    assert "The input changed since an earlier try" in caplog.text
+    assert (
+        "Resuming: 10 rows, 9 answered before and kept, 1 changed and run again (the input changed), 1 to send"
+        in caplog.messages
+    )
     assert "new" in str(read_rows(tmp_path / "out.jsonl")[3])
 
 
@@ -73,7 +78,7 @@ def test_changed_parameters_run_everything_anew(
     with caplog.at_level(logging.WARNING):
         result = run(spec(tmp_path, rows, **change), link, tmp_path)
     assert result.manifest.reused == 0
-    assert "The model or the parameters changed" in caplog.text
+    assert "changed and run again (the model or the parameters changed)" in caplog.text
 
 
 def test_another_model_under_the_same_name_runs_everything_anew(
@@ -88,7 +93,7 @@ def test_another_model_under_the_same_name_runs_everything_anew(
         run(spec(tmp_path, rows, on_changed_input="fail"), link, tmp_path)
     with caplog.at_level(logging.WARNING):
         assert run(spec(tmp_path, rows), link, tmp_path).manifest.reused == 0
-    assert "The model or the parameters changed" in caplog.text
+    assert "changed and run again (the model or the parameters changed)" in caplog.text
 
 
 def test_the_output_of_another_input_is_not_overwritten(link: ForeignLink, tmp_path: Path) -> None:
@@ -180,3 +185,101 @@ def test_equal_prompts_are_different_rows(
     assert server.behaviour.requests == 10
     assert run(spec(tmp_path, [*rows, {"prompt": "same"}]), link, tmp_path).manifest.reused == 10
     assert server.behaviour.prompts["user: same"] == 11
+
+
+def resuming(caplog: pytest.LogCaptureFixture) -> str:
+    """The one line of the log that says where the batch goes on."""
+    (line,) = [text for text in caplog.messages if text.startswith("Resuming: ")]
+    caplog.clear()
+    return line.removeprefix("Resuming: ")
+
+
+def test_the_log_says_in_one_line_where_it_goes_on(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rows: list[Any] = [batch_row(f"id-{index}", f"p{index}") for index in range(10)]
+    run(spec(tmp_path, rows), link, tmp_path)
+    assert "Resuming" not in caplog.text, "nothing was answered before"
+    cases = [
+        (rows, "10 rows, 10 answered before and kept, 0 changed and run again, 0 to send"),
+        (rows[:7], "7 rows, 7 answered before and kept, 0 changed and run again, 0 to send"),
+        (
+            [batch_row("new", "p"), *rows, b"{broken\n"],
+            "12 rows, 10 answered before and kept, 0 changed and run again, 1 that cannot be sent, 1 to send",
+        ),
+        (
+            [batch_row("id-0", "another"), *rows[1:5], batch_row("new-2", "p")],
+            "6 rows, 4 answered before and kept, 1 changed and run again (the input changed), 2 to send",
+        ),
+    ]
+    for now, says in cases:
+        result = run(spec(tmp_path, now, max_error_rate=1), link, tmp_path)
+        assert resuming(caplog) == says
+        assert f"{result.manifest.reused} answered before" in says
+        assert f"{result.manifest.changed} changed" in says
+    assert "no longer asked" not in caplog.text
+
+
+def test_nothing_is_left_to_send(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finished batch that is cleared needs no server, and is counted as before."""
+    caplog.set_level(logging.INFO)
+    rows: list[Any] = [{"prompt": f"p{index}"} for index in range(30)] + [b"{broken\n"]
+    first = run(spec(tmp_path, rows), link, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out.jsonl*.jsonl*")}
+    assert link.connects == 1
+    link.endpoint = replace(link.endpoint, base_url="http://127.0.0.1:9")  # nobody is there
+    again = run(spec(tmp_path, rows), link, tmp_path)
+    assert link.connects == 1
+    assert (again.manifest.rows, again.manifest.outcomes) == (31, first.manifest.outcomes)
+    assert again.manifest.reused == 30
+    after = {path.name: path.read_bytes() for path in tmp_path.glob("out.jsonl*.jsonl*")}
+    assert after == before
+    assert "Nothing is left to send" in caplog.text
+
+
+def test_a_row_that_failed_is_left_to_send(link: ForeignLink, tmp_path: Path) -> None:
+    rows = [{"prompt": "[[once 400]]"}, *({"prompt": f"p{index}"} for index in range(20))]
+    run(spec(tmp_path, rows, pack=1), link, tmp_path)
+    result = run(spec(tmp_path, rows, pack=1), link, tmp_path)
+    assert link.connects == 2
+    assert result.manifest.outcomes == {"ok": 21}
+
+
+def test_two_tasks_of_a_run_do_not_share_an_output(link: ForeignLink, tmp_path: Path) -> None:
+    """Mapped over models, with one output: refused, whichever was first."""
+    rows = [{"prompt": "a"}]
+    one, other = (spec(tmp_path, rows, model=model) for model in ("tiny", "other"))
+    mine = {"owner": "ask[0]", "run": "run 1"}
+    run(one, link, tmp_path, **mine)
+    written = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(InvalidPrompts, match=r"also that of ask\[0\] in this run.*map_index"):
+        run(other, link, tmp_path, owner="ask[1]", run="run 1")
+    assert link.connects == 1, "found before a server is started"
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+    # The same question by another task, its own retry, and another run are no rivals.
+    assert run(one, link, tmp_path, owner="ask[1]", run="run 1").manifest.reused == 1
+    run(one.replace(params={"seed": 1}), link, tmp_path, owner="ask[1]", run="run 1")
+    run(one, link, tmp_path, owner="ask[0]", run="run 2")
+
+
+def test_a_task_of_the_same_run_that_still_works_is_a_rival_too(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """Said at once: it does not wait for the lock first."""
+    one, other = (spec(tmp_path, [{"prompt": "[[slow 3]]"}], model=m) for m in ("tiny", "other"))
+    first = threading.Thread(
+        target=run, args=(one, link, tmp_path), kwargs={"owner": "ask[0]", "run": "run 1"}
+    )
+    first.start()
+    try:
+        until(lambda: server.behaviour.running == 1)
+        began = time.monotonic()
+        with pytest.raises(InvalidPrompts, match="also that of"):
+            run(other, link, tmp_path, owner="ask[1]", run="run 1")
+        assert time.monotonic() - began < 2
+    finally:
+        first.join()
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1

@@ -15,7 +15,7 @@ from airflow_provider_vllm import (
     StopVllmServerOperator,
     VllmBatchOperator,
 )
-from airflow_provider_vllm.exceptions import BatchFailed, NoFreeGpu, StartFailed
+from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts, NoFreeGpu, StartFailed
 from airflow_provider_vllm.server import links
 from airflow_provider_vllm.server.links import LEASE_AFTER_RESTART_S
 from airflow_provider_vllm.server.state import READY, StateRoot
@@ -206,3 +206,47 @@ def test_a_secret_in_env_is_not_in_the_handle_and_reaches_the_server_started_aga
     assert state.engine
     environ = Path(f"/proc/{state.engine.pid}/environ").read_bytes().split(b"\0")
     assert b"SOME_TOKEN=s3cret" in environ
+
+
+def test_a_finished_batch_that_is_cleared_starts_no_server(
+    root: StateRoot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(20)))
+    arguments = {
+        "spec": fake_spec(),
+        "input_path": str(source),
+        "output_path": str(tmp_path / "out.jsonl"),
+    }
+    first = ask(context_of(), **arguments)
+    assert len(root.every_generation()) == 1
+    written = (tmp_path / "out.jsonl").read_bytes()
+    again = ask(context_of(FakeTaskInstance(try_number=2)), **arguments)
+    assert len(root.every_generation()) == 1, "no server was started"
+    assert {name: again[name] for name in ("rows", "ok", "errors", "outcomes")} == {
+        name: first[name] for name in ("rows", "ok", "errors", "outcomes")
+    }
+    assert again["reused"] == 20
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+
+
+def test_nor_does_it_start_one_again_that_another_task_started(
+    root: StateRoot, shared: Any, tmp_path: Path
+) -> None:
+    arguments = {"server": shared, "prompts": PROMPTS, "output_path": str(tmp_path / "out.jsonl")}
+    ask(context_of(), **arguments)
+    stop_server(root, shared["server_id"], "test")
+    assert ask(context_of(), **arguments)["reused"] == 3
+    assert [d.read().state for d in root.every_generation()] == ["stopped"]  # type: ignore[union-attr]
+
+
+def test_tasks_mapped_over_models_do_not_share_an_output(root: StateRoot, tmp_path: Path) -> None:
+    """The second one is refused before its server is started."""
+    arguments = {"prompts": PROMPTS, "output_path": str(tmp_path / "out.jsonl")}
+    ask(context_of(FakeTaskInstance(map_index=0)), spec=fake_spec(), **arguments)
+    written = (tmp_path / "out.jsonl").read_bytes()
+    other = fake_spec(served_model_name="other")
+    with pytest.raises(InvalidPrompts, match=r"also that of .* in this run"):
+        ask(context_of(FakeTaskInstance(map_index=1)), spec=other, **arguments)
+    assert len(root.every_generation()) == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == written
