@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import stat
@@ -70,6 +71,12 @@ def test_each_is_seen_only_where_it_has_to_be(servers: Servers) -> None:
     assert not any(seen.values()), seen
     for path in [*running.directory.path.iterdir(), *servers.root.locks.iterdir()]:
         assert stat.S_IMODE(os.lstat(path).st_mode) == 0o600, path
+
+
+def test_the_key_of_each_start_is_random_and_has_256_bits(servers: Servers) -> None:
+    keys = [servers.start(fake_spec()).key for _ in range(2)]
+    assert keys[0] != keys[1]
+    assert [len(base64.urlsafe_b64decode(f"{key}=")) for key in keys] == [32, 32]
 
 
 def test_none_is_in_the_evidence_of_a_failure(servers: Servers) -> None:
