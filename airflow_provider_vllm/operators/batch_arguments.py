@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import InvalidInput
+from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 from airflow_provider_vllm.names import nearest
 from airflow_provider_vllm.operators.literals import STAND_IN, Literals
 from airflow_provider_vllm.operators.spec_template import SPEC_PLACES
@@ -73,9 +73,11 @@ def build(arguments: Mapping[str, Any]) -> BatchSpec:
 def check(arguments: Mapping[str, Any], literals: Literals, *, complete: bool) -> None:
     """Raises InvalidInput for what is wrong with what is literal.
 
-    `complete`: False where further arguments are to come, as in `.partial()`.
+    `complete`: False in `.partial()`, where further arguments are to come.
     """
     _check_servers(arguments, literals, complete)
+    if not complete:
+        _check_own_outputs(arguments, literals)
     restarts = arguments.get("server_restarts", 0)
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
         raise InvalidInput(f"server_restarts is {restarts!r}: give a number from 0.")
@@ -90,7 +92,11 @@ def check(arguments: Mapping[str, Any], literals: Literals, *, complete: bool) -
     shown |= _judged({name: shown.get(name) for name in ROWS}, literals)
     if not complete:
         _complete(shown)
-    build(shown)
+    template = build(shown).prompt_template
+    if template is not None:
+        from airflow_provider_vllm.batch.template import Template
+
+        Template(template)
 
 
 def path_text(value: Any) -> Any:
@@ -114,6 +120,19 @@ def _check_servers(arguments: Mapping[str, Any], literals: Literals, complete: b
     conn_id = arguments.get("vllm_conn_id")
     if conn_id is not None and _is_known(conn_id, literals) and not _is_text(conn_id):
         raise InvalidInput(f"vllm_conn_id is {conn_id!r}: give the id of a connection.")
+
+
+def _check_own_outputs(arguments: Mapping[str, Any], literals: Literals) -> None:
+    """Each mapped task needs a file of its own: one path for all can only be a mistake."""
+    batch = arguments.get("batch")
+    given = {**arguments, **(batch if isinstance(batch, Mapping) else {})}
+    for name in ("output_path", "errors_path"):
+        path = path_text(given.get(name))
+        if isinstance(path, str) and literals.known(path):
+            raise InvalidPrompts(
+                f"{name} {path!r} is the same for every mapped task: put {{{{ ti.map_index }}}} into it, "
+                "or expand over it."
+            )
 
 
 def _judged(fields: Mapping[str, Any], literals: Literals) -> dict[str, Any]:

@@ -87,6 +87,15 @@ def is_resolved(value: Any) -> bool:
     return not isinstance(value, (type, os.PathLike)) and callable(getattr(value, "resolve", None))
 
 
+class _Later:
+    """Stands for an argument that another task, or `.expand()`, brings."""
+
+    def resolve(self) -> None: ...
+
+
+LATER = _Later()
+
+
 @contextmanager
 def naming(kind: str, task_id: str) -> Iterator[None]:
     """Puts the operator and the task before the message of an InvalidInput."""

@@ -16,7 +16,7 @@ from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
 from airflow_provider_vllm.environment import MASK
 from airflow_provider_vllm.names import refuse_misplaced
-from airflow_provider_vllm.operators.literals import Literals, naming
+from airflow_provider_vllm.operators.literals import LATER, Literals, naming
 from airflow_provider_vllm.spec import ServerSpec
 
 if TYPE_CHECKING:
@@ -95,15 +95,24 @@ def hide_defaults(dag: Any) -> None:
 
 
 class HidingPartial(OperatorPartial):
-    """What `.partial()` gives: hides the `env` of the specs that it is expanded over."""
+    """What `.partial()` gives: hides the `env` of the specs that it is expanded over, and looks at the
+    arguments once they are complete."""
 
     def expand(self, **mapped: Any) -> MappedOperator:
+        later = dict.fromkeys(mapped, LATER)
+        self._check(later)
+        for name, values in mapped.items():
+            for value in values if isinstance(values, (list, tuple)) else ():
+                self._check({**later, name: value})
         if isinstance(specs := mapped.get("spec"), (list, tuple)):
             mapped["spec"] = [hidden(spec) for spec in specs]
         return super().expand(**mapped)
 
     def expand_kwargs(self, kwargs: Any, **how: Any) -> MappedOperator:
         if isinstance(kwargs, (list, tuple)):
+            for each in kwargs:
+                if isinstance(each, Mapping):
+                    self._check(each)
             kwargs = [
                 {**each, "spec": hidden(each["spec"])}
                 if isinstance(each, Mapping) and "spec" in each
@@ -111,6 +120,27 @@ class HidingPartial(OperatorPartial):
                 for each in kwargs
             ]
         return super().expand_kwargs(kwargs, **how)
+
+    def _check(self, mapped: Mapping[str, Any]) -> None:
+        """Raises InvalidInput for what is wrong with literal arguments, those of one mapped task."""
+        self._expand_called = True  # an error is no reason for a warning that it was never mapped
+        if not is_ours(self.operator_class):
+            return
+        dag, group = self.kwargs.get("dag"), self.kwargs.get("task_group")
+        given: dict[str, Any] = {}
+        for owner in (dag, group):
+            given |= dict.fromkeys(getattr(owner, "default_args", None) or {}, LATER)
+        given |= self.kwargs
+        if given.get("spec") is not None:
+            given["spec"] = LATER  # `partial()` has looked at it
+        with naming(self.operator_class.__name__, str(self.kwargs.get("task_id"))):
+            check: Any = self.operator_class
+            check.check_arguments({**given, **mapped}, Literals(dag), complete=True)
+
+
+def is_ours(operator_class: type) -> bool:
+    """Whether a class's arguments are those that we know: a subclass elsewhere may have others."""
+    return operator_class.__module__.startswith(__package__ or "")
 
 
 class TakesSpec:
@@ -122,8 +152,9 @@ class TakesSpec:
 
     @classmethod
     def partial(cls, **arguments: Any) -> Any:
-        with naming(cls.__name__, str(arguments.get("task_id"))):
-            cls.check_arguments(arguments, Literals(arguments.get("dag")), complete=False)
+        if is_ours(cls):
+            with naming(cls.__name__, str(arguments.get("task_id"))):
+                cls.check_arguments(arguments, Literals(arguments.get("dag")), complete=False)
         try:
             partial = super().partial(**arguments)  # type: ignore[misc]
         except TypeError:
@@ -145,4 +176,4 @@ class TakesSpec:
         """Raises InvalidInput for what is wrong with literal arguments. `complete`: False where more
         are to come, as in `.partial()`."""
         if complete or "spec" in arguments:
-            literals.check_spec(arguments["spec"])
+            literals.check_spec(arguments.get("spec"))

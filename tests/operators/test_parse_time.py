@@ -33,7 +33,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": "one string"}, "prompts must be a list, not str"),
     ({"prompts": []}, "prompts is an empty list"),
     ({"prompts": {"x"}}, "prompts must be a list, not set"),
-    ({"input_path": 3, "prompts": None, "output_path": "o"}, "input_path must be a path"),
+    ({"input_path": 3, "prompts": None, "output_path": LATER}, "input_path must be a path"),
     ({"endpoint": "chats"}, "endpoint 'chats' is not known"),
     ({"sampling": [1]}, "sampling is a list: give a dict"),
     ({"sampling": {"stream": True}}, "a batch does not stream"),
@@ -47,6 +47,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch": {"request_timeout": 0}}, "request_timeout is 0"),
     ({"batch": {"output_schema": 3}}, "output_schema is a int"),
     ({"batch": {"answer_column": "a", "error_column": "a"}}, "have the same name"),
+    ({"batch": {"prompt_template": "{a"}}, "prompt_template: "),
     ({"batch": {"params": 1}}, r"batch\['params'\] is a int"),
     ({"row_offset": -1}, "row_offset is -1"),
     ({"server_restarts": -1}, "server_restarts is -1"),
@@ -123,6 +124,9 @@ def test_what_is_rendered_later_is_not_judged(arguments: dict[str, Any]) -> None
     arguments = {"task_id": "ask", "spec": SPEC, "prompts": ["x"], **arguments}
     with DAG("d", schedule=None, params={"later": 1}):
         VllmBatchOperator(**arguments)
+        if isinstance(arguments.get("output_path"), Path):
+            del arguments["output_path"]  # one for all
+            arguments = {**arguments, "output_path": LATER}
         VllmBatchOperator.partial(**{**arguments, "task_id": "mapped"}).expand(doc=["a"])
 
 
@@ -142,24 +146,56 @@ def test_nor_are_the_outputs_of_other_tasks(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "said"), WRONG, ids=[said[:40] for _, said in WRONG])
-def test_partial_judges_what_it_is_given(wrong: dict[str, Any], said: str) -> None:
-    fixed = {"spec": SPEC, "prompts": ["x"], **wrong}
-    fixed = {name: value for name, value in fixed.items() if value is not None}
-    if said.startswith(
-        ("give either prompts or input_path; neither", "no server", "output_path is missing")
+def test_a_mapped_task_is_judged_too(wrong: dict[str, Any], said: str) -> None:
+    given = {"spec": SPEC, "prompts": ["x"], **wrong}
+    fixed = {name: value for name, value in given.items() if value is not None}
+    if said.startswith("output_path is the input"):
+        said = "output_path 'in.jsonl' is the same for every mapped task"
+    with (
+        DAG("d", schedule=None),
+        pytest.raises(InvalidInput, match=rf"^VllmBatchOperator 'ask': .*{said}"),
     ):
-        VllmBatchOperator.partial(task_id="ask", **fixed).expand(doc=["expand() may bring it"])
-    else:
-        with pytest.raises(InvalidInput, match=f"^VllmBatchOperator 'ask': .*{said}"):
-            VllmBatchOperator.partial(task_id="ask", **fixed)
+        VllmBatchOperator.partial(task_id="ask", **fixed).expand(doc=["a"])
 
 
-def test_what_expand_brings_is_judged_when_the_task_runs() -> None:
+@pytest.mark.parametrize("how", ["expand", "expand_kwargs", "output of a task"])
+def test_what_a_task_is_expanded_over_is_judged_with_the_rest(how: str) -> None:
+    def fine(task_id: str) -> Any:
+        return VllmBatchOperator.partial(task_id=task_id, spec=SPEC)
+
     with DAG("d", schedule=None):
-        mapped = VllmBatchOperator.partial(task_id="ask", spec=SPEC).expand(prompts=[["x"], "one"])
-    mapped.unmap({"prompts": ["x"]})
-    with pytest.raises(InvalidPrompts, match=r"^VllmBatchOperator 'ask': prompts must be a list"):
-        mapped.unmap({"prompts": "one"})
+        partial = fine("ask")
+        if how == "expand":
+            fine("a").expand(prompts=[["x"], LATER, ["y"]])
+            fine("b").expand(prompts=made())
+            fine("c").expand(input_path=["a", "b"], output_path=made())
+            wrong: Any = lambda: partial.expand(prompts=[["x"], "one"])  # noqa: E731
+        elif how == "expand_kwargs":
+            fine("a").expand_kwargs([{"prompts": ["x"]}, {"input_path": "a", "output_path": "b"}])
+            wrong = lambda: partial.expand_kwargs([{"prompts": ["x"]}, {"prompts": "one"}])  # noqa: E731
+        else:
+            mapped = partial.expand_kwargs(made())
+            mapped.unmap({"prompts": ["x"]})
+            wrong = lambda: mapped.unmap({"prompts": "one"})  # noqa: E731
+        with pytest.raises(
+            InvalidPrompts, match=r"^VllmBatchOperator 'ask': prompts must be a list"
+        ):
+            wrong()
+
+
+def test_one_output_for_all_mapped_tasks_is_refused() -> None:
+    with DAG("d", schedule=None):
+        for fixed in (
+            {"output_path": "/d/out.jsonl"},
+            {"output_path": Path("out.jsonl")},
+            {"batch": {"output_path": "out.jsonl"}},
+            {"output_path": LATER, "batch": {"errors_path": "errors.jsonl"}},
+        ):
+            with pytest.raises(InvalidPrompts, match=r"^VllmBatchOperator 'ask': .*ti\.map_index"):
+                VllmBatchOperator.partial(task_id="ask", input_path="in.jsonl", **fixed)
+        out = "/d/{{ ti.map_index }}.jsonl"
+        partial = VllmBatchOperator.partial(task_id="ask", input_path="in", output_path=out)
+        partial.expand(spec=[SPEC, ServerSpec("n")])
 
 
 def test_the_shards_of_split_are_arguments() -> None:
@@ -175,6 +211,7 @@ def test_default_args_count_as_given() -> None:
     with DAG("d", schedule=None, default_args={"vllm_conn_id": "c", "sampling": {"seed": 1}}):
         operator = VllmBatchOperator(task_id="ask", prompts=["x"])
         assert (operator.vllm_conn_id, operator.sampling) == ("c", {"seed": 1})
+        VllmBatchOperator.partial(task_id="mapped").expand(prompts=[["x"]])
         with pytest.raises(InvalidInput, match="spec and vllm_conn_id given"):
             VllmBatchOperator(task_id="two", spec=SPEC, prompts=["x"])
 
@@ -232,6 +269,9 @@ def test_an_operator_of_the_users_own_keeps_its_arguments() -> None:
     with DAG("d", schedule=None):
         Mine(task_id="one", model="m", prompts=["x"])
         Mine.partial(task_id="mapped", model="m").expand(prompts=[["x"]])
+        mapped = Mine.partial(task_id="over_models", prompts=["x"]).expand(model=["m"])
+    operator: Any = mapped.unmap({"model": "m"})
+    assert operator.spec.build().model == "m"
 
 
 def test_it_is_an_import_error_of_the_dag(tmp_path: Path) -> None:
