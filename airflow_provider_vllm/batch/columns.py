@@ -249,6 +249,8 @@ def _write_parquet(
     tables: Iterable[Any]
     if _all_parquet(sources):
         schema = parquet_schema(sources)
+        if as_text:
+            schema = nullable(schema)
         tables = parquet_tables(pa, sources, schema)
     else:
         schema, tables = _made_tables(pa, spec, sources, as_text)
@@ -263,6 +265,9 @@ def _write_parquet(
             for index, field in enumerate(added):
                 values = [pair[index] for pair in pairs]
                 table = table.append_column(field, _array(pa, field, values, first))
+            for field in table.schema:
+                if not field.nullable and table.column(field.name).null_count:
+                    raise Unfit(f"row {first + 1} or one after it: {field.name} may not be null")
             writer.write_table(table)
     return count
 
@@ -301,6 +306,12 @@ def _all_parquet(sources: tuple[Source, ...]) -> bool:
     return bool(sources) and all(source.format == "parquet" for source in sources)
 
 
+def nullable(schema: Any) -> Any:
+    """The same columns, where each may be null."""
+    fields = [field.with_nullable(True) for field in schema]
+    return _pyarrow().schema(fields, schema.metadata)
+
+
 def parquet_schema(sources: tuple[Source, ...]) -> Any:
     """The columns of all files. Raises InvalidPrompts where a column has several types, or a name stands twice."""
     pa = _pyarrow()
@@ -309,7 +320,7 @@ def parquet_schema(sources: tuple[Source, ...]) -> Any:
         with source.open() as raw, parquet_file(source, raw) as file:
             own = file.schema_arrow
         try:
-            schema = own if schema is None else pa.unify_schemas([schema, own])
+            schema = own if schema is None else pa.unify_schemas([nullable(schema), nullable(own)])
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise InvalidPrompts(
                 f"input_path {source.name} has other types than {sources[0].name}, which one Parquet output cannot "

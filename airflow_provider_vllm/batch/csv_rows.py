@@ -7,17 +7,17 @@ characters are in memory.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import re
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, Source
 
-HELD = 1 << 24
+HELD = 1 << 23
 LINE_COST = 64  # bytes of a text object, beside its characters
 BLOCK = 1 << 20
 FIELD = (1 << 31) - 1  # csv's own limit: above it, csv goes on in the middle of the field
@@ -29,7 +29,7 @@ class _TooLong(Exception):
     """The record has more characters than may be held."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def csv_rows(source: Source, held: int = HELD) -> Iterator[CsvRows]:
     """The records of a file. Raises Damaged, naming it, where it cannot be read on."""
     rows = None
@@ -52,7 +52,7 @@ def csv_rows(source: Source, held: int = HELD) -> Iterator[CsvRows]:
 class CsvRows:
     """The records of an open file: `for line, cells, wrong in rows`, blank lines left out.
 
-    A broken record has the cells that its first line shows; one too long to be held has none.
+    A broken record, and one too long to be held, has the cells that its first line shows.
     """
 
     def __init__(self, file: Any, held: int = HELD) -> None:
@@ -90,7 +90,7 @@ class CsvRows:
 
     def _broken(self, error: csv.Error) -> list[str]:
         lines = self._lines
-        shown: list[str] = next(csv.reader(lines.taken[:1]), [])
+        shown = lines.shown()
         if len(lines.taken) > 1 or lines.ended:
             what = f"the quote that opens field {len(shown)} is not closed"
         elif '"' in lines.taken[0]:
@@ -102,12 +102,13 @@ class CsvRows:
         return shown
 
     def _too_long(self) -> list[str]:
-        size = self._lines.skip()
+        shown, size = self._lines.shown(), self._lines.skip()
         if size is None:
-            self._wrong = ("invalid_csv", "not CSV: a quote that opens here is not closed")
+            what = f"not CSV: the quote that opens field {len(shown)} is not closed"
+            self._wrong = ("invalid_csv", what)
         else:
             self._wrong = ("row_too_long", f"the row has {size / 1e6:.1f} MB")
-        return []
+        return shown
 
 
 class _Lines:
@@ -149,6 +150,12 @@ class _Lines:
         line = self._back.popleft()
         return line if line.endswith(ENDS) else line + self._file.readline(most)
 
+    def shown(self) -> list[str]:
+        """The cells that the record's first line shows."""
+        with contextlib.suppress(csv.Error):  # a NUL, for Python 3.10
+            return next(csv.reader(self.taken[:1]), [])
+        return []
+
     def give_back(self) -> None:
         """Read all lines of the record but its first again."""
         self._back.extendleft(reversed(self.taken[1:]))
@@ -170,6 +177,8 @@ class _Lines:
         again, place = [*self.taken[1:], *self._back], self._file.tell()
         self.number -= len(self.taken) > 1 and not last.endswith(ENDS)  # its end counts
         while not quotes.broken and (quotes.open or not last.endswith(ENDS)):
+            if quotes.open and not self._back:
+                size += self._skip_quoted()
             last = self._next(BLOCK)
             if not last:
                 break
@@ -180,6 +189,15 @@ class _Lines:
         self._file.seek(place)
         self._back, self.number = deque(again), self.first
         return None
+
+    def _skip_quoted(self) -> int:
+        """Read over blocks without a quote, which are within the field; their characters."""
+        size = 0
+        while (block := self._file.read(BLOCK)) and '"' not in block:
+            size += len(block)
+            self.number += block.count("\n")
+        self._back.extend(io.StringIO(block, newline=""))
+        return size
 
 
 START, PLAIN, QUOTED, CLOSED = "start of a field", "plain", "quoted", "just after a quote"

@@ -1,8 +1,8 @@
 """One input in, shards of it out, and the results of the shards back into one: for mapped tasks.
 
-    shards = split("prompts.jsonl", "work/", shards=4)      # [{"input_path": ..., "row_offset": ...}, ...]
-    ... one VllmBatchOperator a shard, expanded over them ...
-    merge(manifests, "answers.jsonl")
+    shards = task(split)("prompts.jsonl", "work/", shards=4)   # [{"input_path": ..., "row_offset": ...}, ...]
+    parts = VllmBatchOperator.partial(..., output_path="work/{{ ti.map_index }}.jsonl").expand_kwargs(shards)
+    task(merge)(parts.output, "answers.jsonl")
 
 Invariants: shards are consecutive parts, so that merging in their order keeps the input's; `row_offset`
 keeps the ids that rows without a `custom_id` get as they would be without shards.
@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from airflow_provider_vllm.batch import results
-from airflow_provider_vllm.batch.columns import parquet_schema, parquet_tables
+from airflow_provider_vllm.batch.columns import nullable, parquet_schema, parquet_tables
 from airflow_provider_vllm.batch.csv_rows import csv_rows
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import (
@@ -190,7 +190,7 @@ def _parquet_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
 
     first, held = 0, 0
     tables: list[Any] = []
-    for table in parquet_tables(pyarrow, sources, parquet_schema(sources)):
+    for table in parquet_tables(pyarrow, sources, nullable(parquet_schema(sources))):
         while held + table.num_rows >= quota:
             part = table.slice(0, quota - held)
             table = table.slice(quota - held)
@@ -210,6 +210,9 @@ def merge(
 
     `manifests` are those of the shards' batches. Raises InvalidInput where one has no output.
     """
+    manifests = list(
+        manifests
+    )  # a mapped task's outputs are fetched anew each time they are gone through
     if not manifests:
         raise InvalidInput("merge needs the manifest of at least one shard")
     outputs = [manifest.get("output_path") for manifest in manifests]

@@ -1,0 +1,123 @@
+"""Parquet: damage is the fault of its row group only, and odd values harm no row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow  # type: ignore[import-untyped]
+import pytest
+from pyarrow import parquet
+
+from airflow_provider_vllm.batch.run import check_inputs
+from airflow_provider_vllm.batch.shards import split
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import InvalidPrompts
+from tests.batch.helpers import ForeignLink, read_rows, run
+
+ROWS, GROUP = 300, 100
+
+
+def spec(folder: Path, target: str = "out.parquet") -> BatchSpec:
+    return BatchSpec(
+        input_path=str(folder / "in.parquet"), output_path=str(folder / target), max_error_rate=1
+    )
+
+
+def damaged(folder: Path, *groups: int, nullable: bool = True) -> None:
+    """300 rows in three row groups; the pages of some are overwritten in their middle."""
+    path = folder / "in.parquet"
+    field = pyarrow.field("prompt", pyarrow.string(), nullable=nullable)
+    texts = pyarrow.array([f"p{index} " * 40 for index in range(ROWS)])
+    table = pyarrow.table([texts], schema=pyarrow.schema([field]))
+    parquet.write_table(table, path, row_group_size=GROUP, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    metadata = parquet.ParquetFile(path).metadata
+    for group in groups:
+        column = metadata.row_group(group).column(0)
+        middle = column.data_page_offset + column.total_compressed_size // 2
+        data[middle : middle + 100] = b"\xff" * 100
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("target", ["out.jsonl", "out.csv", "out.parquet"])
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_a_damaged_row_group(link: ForeignLink, tmp_path: Path, target: str, group: int) -> None:
+    damaged(tmp_path, group)
+    result = run(spec(tmp_path, target), link, tmp_path)
+    assert result.manifest.outcomes == {"invalid_input": GROUP, "ok": ROWS - GROUP}
+    errors = read_rows(Path(str(result.manifest.errors_path)))
+    assert [row["error"]["line"] for row in errors] == [
+        *range(group * GROUP + 1, group * GROUP + GROUP + 1)
+    ]
+    assert errors[0]["error"]["code"] == "damaged"
+    assert (
+        f"in.parquet, line {group * GROUP + 1}: row group {group + 1} of 3"
+        in errors[0]["error"]["message"]
+    )
+    if target == "out.parquet":
+        rows = parquet.read_table(tmp_path / target).to_pylist()
+        bad = [index for index, row in enumerate(rows) if row["prompt"] is None]
+        assert bad == [index for index, row in enumerate(rows) if row["error"]]
+        assert bad == [*range(group * GROUP, group * GROUP + GROUP)]
+
+
+def test_every_row_group_is_damaged(tmp_path: Path) -> None:
+    damaged(tmp_path, 0, 1, 2)
+    with pytest.raises(InvalidPrompts, match=r"in\.parquet: row group 1 of 3 is damaged"):
+        check_inputs(spec(tmp_path))
+
+
+def test_damage_in_a_column_that_knows_no_null(link: ForeignLink, tmp_path: Path) -> None:
+    damaged(tmp_path, 1, nullable=False)
+    run(spec(tmp_path), link, tmp_path)
+    assert parquet.read_table(tmp_path / "out.parquet").column("prompt").null_count == GROUP
+
+
+@pytest.mark.parametrize("null", [True, False])
+def test_shards_of_a_damaged_file(tmp_path: Path, null: bool) -> None:
+    damaged(tmp_path, 1, nullable=null)
+    shards = split(str(tmp_path / "in.parquet"), str(tmp_path / "work"), shards=3)
+    nulls = [
+        parquet.read_table(shard["input_path"]).column("prompt").null_count for shard in shards
+    ]
+    assert nulls == [0, GROUP, 0]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pyarrow.array([1, 2000], pyarrow.timestamp("ns")),
+        pyarrow.array([1, 2**62], pyarrow.timestamp("us")),
+        pyarrow.array([1, None], pyarrow.timestamp("us", tz="Mars/Olympus")),
+        pyarrow.array([1, None], pyarrow.duration("ns")),
+        pyarrow.array([[1], None], pyarrow.list_(pyarrow.timestamp("ns"))),
+        pyarrow.array([b"\xff", None], pyarrow.binary()),
+        pyarrow.array([[("k", 1)], None], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        pyarrow.array(["x", None]).dictionary_encode(),
+    ],
+    ids=lambda array: str(array.type),
+)
+@pytest.mark.parametrize("target", ["out.jsonl", "out.csv", "out.parquet"])
+def test_a_column_that_python_cannot_hold(
+    link: ForeignLink, tmp_path: Path, array: Any, target: str
+) -> None:
+    table = pyarrow.table({"prompt": ["a", "b"], "odd": array})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    one = spec(tmp_path, target).replace(output_format="columns")
+    assert run(one, link, tmp_path).manifest.outcomes == {"ok": 2}
+    if target == "out.parquet":
+        out = parquet.read_table(tmp_path / target)
+        assert (
+            out.schema.field("odd").type
+            == parquet.read_schema(tmp_path / "in.parquet").field("odd").type
+        )
+        assert out.column("odd").cast(array.type) == table.column("odd")
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    both = pyarrow.Table.from_arrays([["a"], ["b"]], names=["prompt", "prompt"])
+    parquet.write_table(both, tmp_path / "in.parquet")
+    for target in ("out.jsonl", "out.parquet"):
+        with pytest.raises(InvalidPrompts, match="two columns have one name: prompt"):
+            check_inputs(spec(tmp_path, target))
