@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,27 @@ def test_merge_and_an_errors_file_that_is_there(link: ForeignLink, tmp_path: Pat
     write_rows(errors, [{"custom_id": "row-1", "response": None, "error": {"code": "x"}}])
     merge(manifests, str(tmp_path / "merged.jsonl"))
     assert not errors.exists()
+
+
+class Fetched(Sequence[dict[str, Any]]):
+    """The outputs of a mapped task: each is asked of Airflow whenever it is looked at."""
+
+    def __init__(self, items: list[dict[str, Any]]) -> None:
+        self.items, self.looks = items, 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return self.items[index]
+
+
+def test_manifests_are_fetched_once(link: ForeignLink, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    manifests = Fetched(run_shards(link, tmp_path, source, 2, ".jsonl"))
+    assert merge(manifests, str(tmp_path / "merged.jsonl"))["rows"] == 2
+    assert manifests.looks == len(manifests) + 1  # the one after the last ends it
 
 
 def test_parquet_files_with_other_columns_are_split(tmp_path: Path) -> None:
