@@ -1,7 +1,8 @@
 """How often the root line is found, beside two ways that people use.
 
     python -m benchmarks.diagnosis              the logs and shapes under tests/diagnosis
-    python -m benchmarks.diagnosis large [GB]   time and memory on one large log (default 1 GB)
+    python -m benchmarks.diagnosis large [GB]   time and memory on one large log (default 1 GB) of a
+                                                busy server, and on one of repeated errors
 
 A root line counts when it is exactly the labelled one (none where the cause stands in no line).
 """
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from airflow_provider_vllm.diagnosis.diagnose import diagnose
 from tests.diagnosis.shapes import cases
@@ -118,30 +120,57 @@ def table() -> None:
             print(score(name, answer, logs))
 
 
-def large(gigabytes: float) -> None:
-    """Writes a large log of a busy server that dies at its end, and diagnoses it."""
-    access = b'(APIServer pid=1) INFO:     127.0.0.1:5 - "POST /v1/completions HTTP/1.1" 200 OK\n'
-    stats = (
-        b"(APIServer pid=1) INFO 11-30 10:05:33 [loggers.py:335] Engine 000: Avg prompt throughput: "
-        b"9.1 tokens/s, Avg generation throughput: 41.7 tokens/s, Running: 9 reqs, Waiting: 0 reqs, "
-        b"GPU KV cache usage: 3.0%, Prefix cache hit rate: 0.0%\n"
+PREFIX = b"(APIServer pid=1) "
+ACCESS = PREFIX + b'INFO:     127.0.0.1:5 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+REFUSED = ACCESS.replace(b"200 OK", b"500 Internal Server Error")
+STATS = (
+    PREFIX
+    + b"INFO 11-30 10:05:33 [loggers.py:335] Engine 000: Avg prompt throughput: 9.1 tokens/s, "
+    b"Avg generation throughput: 41.7 tokens/s, Running: 9 reqs, Waiting: 0 reqs, "
+    b"GPU KV cache usage: 3.0%, Prefix cache hit rate: 0.0%\n"
+)
+WARNING = PREFIX + b"WARNING 11-30 10:05:33 [a.py:1] something that does not matter\n"
+ERROR = b"".join(
+    PREFIX + b"ERROR 11-30 10:05:33 [serving_chat.py:257] " + line + b"\n"
+    for line in (
+        b"Error in preprocessing prompt inputs",
+        b"Traceback (most recent call last):",
+        b'  File "/srv/vllm/entrypoints/openai/serving_chat.py", line 236, in create_chat_completion',
+        b"    ) = await self._preprocess_chat(",
+        b"ValueError: This model's maximum context length is 8192 tokens.",
     )
-    warning = b"(APIServer pid=1) WARNING 11-30 10:05:33 [a.py:1] something that does not matter\n"
-    block = (access * 500 + stats) * 6 + warning
+)
+LARGE = {
+    "a busy server": (ACCESS * 500 + STATS) * 6 + WARNING,
+    "repeated errors": (ERROR + REFUSED * 3 + WARNING) * 50 + STATS,
+}
+
+
+def write_large(file: IO[bytes], block: bytes, gigabytes: float) -> None:
+    """A server that starts, writes `block` again and again, and loses its worker at the end."""
     log = gzip.decompress((LOGS / "32_sigkill_worker.log.gz").read_bytes())
     cut = log.index(b"\n", log.index(b"startup complete")) + 1
-    with tempfile.NamedTemporaryFile(suffix=".log") as file:
-        file.write(log[:cut])
-        for _ in range(int(gigabytes * 1e9 / len(block))):
-            file.write(block)
-        file.write(log[cut:])
-        file.flush()
-        began = time.monotonic()
-        found = diagnose(file.name)
-        seconds = time.monotonic() - began
-        size = file.tell() / 1e9
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{size:.2f} GB: {seconds:.1f} s, at most {peak:.0f} MiB resident, {found.cause}")
+    file.write(log[:cut])
+    for _ in range(int(gigabytes * 1e9 / len(block))):
+        file.write(block)
+    file.write(log[cut:])
+    file.flush()
+
+
+def large(gigabytes: float) -> None:
+    """Diagnoses large logs of servers that die at their end."""
+    for name, block in LARGE.items():
+        with tempfile.NamedTemporaryFile(suffix=".log") as file:
+            write_large(file, block, gigabytes)
+            size = file.tell() / 1e9
+            began = time.monotonic()
+            found = diagnose(file.name)
+            seconds = time.monotonic() - began
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(
+            f"{name:16} {size:.2f} GB: {seconds:.1f} s, at most {peak:.0f} MiB resident, "
+            f"{found.cause}"
+        )
 
 
 def main() -> int:

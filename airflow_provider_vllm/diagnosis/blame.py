@@ -9,6 +9,7 @@ for it, unless only a later one says what a rule knows.
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from airflow_provider_vllm.diagnosis import wrappers
 from airflow_provider_vllm.diagnosis.events import Event
 from airflow_provider_vllm.diagnosis.logs import SERVER, WORKER, Record
 from airflow_provider_vllm.diagnosis.reader import Life
+from airflow_provider_vllm.diagnosis.request import RULES as REQUEST_RULES
 from airflow_provider_vllm.diagnosis.rule import Rule
 from airflow_provider_vllm.diagnosis.stages import stage_of
 
@@ -25,9 +27,13 @@ STAGES_GO_ON = 2
 NATIVE_GOES_ON = 40
 """So many ordinary lines after a native message show that it was harmless."""
 STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
+MIN_CUT = 30
+"""So long is a message before a terminal cuts it, behind its prefix."""
 
 SURE = 0.9
 """A rule of this confidence may speak for a chain from a later exception than the first."""
+
+Known = tuple[Rule | None, re.Match[str] | None]
 
 _SAYS_NOTHING = re.compile(r"validation errors? for \w+\s*$|^(?:\w+\.)*\w+:\s*$| raised:\s*$")
 _INTERRUPT = re.compile(r"^KeyboardInterrupt\b")
@@ -67,17 +73,18 @@ def blame(
 ) -> Blame:
     """Chooses among the events of a life that came to a bad end."""
     history = _History(records, life)
+    knowledge, refusals = _Knowledge(rules), _Knowledge(REQUEST_RULES)
     candidates = [event for event in events if not history.survived(event)]
     suspects: list[Suspect] = []
     repeated: list[Event] = []
     for chain in _chains(candidates):
-        said = [event for event in chain if not _is_noise(event, life)]
+        said = [event for event in chain if not _is_noise(event, life, refusals)]
         own = [event for event in said if not _is_wrapper(event)]
         repeated.extend(event for event in said if _is_wrapper(event))
         if own:
-            suspects.append(_speaker(own, rules))
+            suspects.append(_speaker(own, knowledge))
     suspects.extend(
-        Suspect(event, *_known(event, rules), QUOTED)
+        Suspect(event, *knowledge.known(event), QUOTED)
         for event in repeated
         if wrappers.QUOTE.search(event.message)
     )
@@ -108,13 +115,13 @@ def _chains(events: Sequence[Event]) -> list[list[Event]]:
     return list(chains.values())
 
 
-def _speaker(chain: Sequence[Event], rules: Sequence[Rule]) -> Suspect:
+def _speaker(chain: Sequence[Event], knowledge: _Knowledge) -> Suspect:
     """Who speaks for a chain: the exception that was raised first.
 
     Unless it says nothing by itself and a later one says what a rule is sure of. A rule that knows
     only a later one still names the cause.
     """
-    known = [(event, *_known(event, rules)) for event in chain]
+    known = [(event, *knowledge.known(event)) for event in chain]
     event, rule, match = known[0]
     sure = rule is not None and rule.confidence >= SURE
     for later, its_rule, its_match in known[1:]:
@@ -129,14 +136,39 @@ def _speaker(chain: Sequence[Event], rules: Sequence[Rule]) -> Suspect:
     return Suspect(stands, rule, match, _strength(event, rule))
 
 
-def _known(event: Event, rules: Sequence[Rule]) -> tuple[Rule | None, re.Match[str] | None]:
-    for rule in rules:
-        if event.kind == "native" and not rule.native:
-            continue
-        match = rule.match(event.message, event.frames)
-        if match is not None:
-            return rule, match
-    return None, None
+class _Knowledge:
+    """The rules, with what they said of messages so far: a log may repeat one a thousand times."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = rules
+        self.said: dict[tuple[bool, str, tuple[str, ...]], Known] = {}
+
+    def known(self, event: Event) -> Known:
+        """The first rule that knows this event, and how it matches."""
+        found = self._first(event, event.message)
+        if found[0] is None and event.kind != "native" and "\n" in event.message:
+            found = self._first(event, _without_cuts(event.message))
+        return found
+
+    def _first(self, event: Event, message: str) -> Known:
+        native = event.kind == "native"
+        key = (native, message, event.frames)
+        if key not in self.said:
+            rules = (rule for rule in self.rules if rule.native or not native)
+            found = ((rule, rule.match(message, event.frames)) for rule in rules)
+            self.said[key] = next((pair for pair in found if pair[1]), (None, None))
+        return self.said[key]
+
+
+def _without_cuts(message: str) -> str:
+    """The message's long lines put together, in case that a terminal cut them."""
+    lines = message.split("\n")
+    whole = lines[0]
+    for before, line in itertools.pairwise(lines):
+        if len(before) < MIN_CUT:
+            break
+        whole += line
+    return whole
 
 
 def _at_match(event: Event, match: re.Match[str] | None, native: bool) -> Event:
@@ -196,7 +228,7 @@ def _is_wrapper(event: Event) -> bool:
     return wrappers.is_wrapper(event.message)
 
 
-def _is_noise(event: Event, life: Life) -> bool:
+def _is_noise(event: Event, life: Life, refusals: _Knowledge) -> bool:
     first = event.first_line
     if any(wrappers.ENGINE_LOOP.search(frame) for frame in event.frames):
         return False  # the engine's own failure, raised again in each request
@@ -207,8 +239,17 @@ def _is_noise(event: Event, life: Life) -> bool:
     if (event.record.source or "").startswith("dump_input.py"):
         return True
     if life.serving is not None and event.number > life.serving:
-        return wrappers.REQUEST.search(event.header or first) is not None
+        return wrappers.REQUEST.search(event.header or first) is not None or _refusal(
+            event, refusals
+        )
     return False
+
+
+def _refusal(event: Event, refusals: _Knowledge) -> bool:
+    """Whether the API server of a server at work only says why it refused a request."""
+    if event.depth > SERVER or event.kind != "exception":
+        return False
+    return refusals.known(event)[0] is not None
 
 
 class _History:
@@ -220,6 +261,8 @@ class _History:
         self.stages: list[int] = []
         self.progress: dict[tuple[str | None, int | None], int] = {}
         self.quiet: list[int] = []
+        self.moved = [s.number for s in life.stats if s.generation + s.prompt > 0]
+        self.served = list(life.served)
         for record in records:
             if record.level in ("INFO", "DEBUG") and record.number <= self.end:
                 self.quiet.append(record.number)
@@ -239,12 +282,10 @@ class _History:
                 later = len(self.stages) - bisect.bisect(self.stages, event.number)
                 return later >= STAGES_GO_ON  # its children would not start without it
             return self.progress.get(process, 0) > event.number
-        moved = sum(
-            1
-            for stats in self.life.stats
-            if event.number < stats.number < self.end and stats.generation + stats.prompt > 0
-        )
-        if moved >= 2:
+        if self._between(self.moved, event.number) >= 2:
             return True
-        served = sum(1 for number in self.life.served if event.number < number < self.end)
-        return not self.life.stats and served >= 20
+        return not self.life.stats and self._between(self.served, event.number) >= 20
+
+    def _between(self, numbers: list[int], number: int) -> int:
+        """How many of these lines stand after that one and before the end."""
+        return bisect.bisect_left(numbers, self.end) - bisect.bisect(numbers, number)

@@ -18,7 +18,7 @@ from airflow_provider_vllm.diagnosis.blame import STRONG, VICTIM, Blame, Suspect
 from airflow_provider_vllm.diagnosis.catalogue import NATIVE, RULES
 from airflow_provider_vllm.diagnosis.events import Event, events
 from airflow_provider_vllm.diagnosis.guess import guess_group
-from airflow_provider_vllm.diagnosis.logs import Record, records
+from airflow_provider_vllm.diagnosis.logs import Record, parsed, whole_lines
 from airflow_provider_vllm.diagnosis.reader import Life, Readable, Transcript, read
 from airflow_provider_vllm.diagnosis.rule import Diagnosis
 
@@ -68,7 +68,11 @@ def _other_lives(transcript: Transcript) -> tuple[str, ...]:
 
 
 def _judge(life: Life, exit_status: int | None, evidence: Mapping[str, Any]) -> Diagnosis:
-    kept = records(life.lines())
+    lines = life.lines()
+    whole = whole_lines(lines)
+    if len(whole) < len(lines):
+        life = life.judged_anew((number, text) for number, (_, text) in whole)
+    kept = parsed(whole)
     found = events(kept, NATIVE)
     case = _Case(life, kept, found, blame(found, kept, life, RULES), exit_status, evidence)
     if _stopped_in_order(case):

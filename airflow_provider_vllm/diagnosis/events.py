@@ -43,6 +43,8 @@ _PLACES = (
     (re.compile(r"engine\.py:run_mp_engine"), "Engine"),
     (re.compile(r"entrypoints/openai|api_server|run_server|entrypoints/cli"), "APIServer"),
 )
+# Messages whose next line says what is wrong, even after an empty one.
+_GOES_ON = re.compile(r"validation errors? for \w+\s*$|:\s*$")
 # A raw message ends where one of these begins.
 _BREAK = re.compile(
     r"^(?:Process \w+(?:-\d+)?:$|INFO:|ERROR:|WARNING:|nanobind:|\[rank\d+\]|\[[WEIF]\d{3,4} |usage: "
@@ -96,6 +98,7 @@ class _Stream:
     def __init__(self) -> None:
         self.state = "idle"
         self.header: Record | None = None
+        self.previous: Record | None = None
         self.owner: str | None = None
         self.frames: list[str] = []
         self.strange = 0
@@ -140,10 +143,22 @@ class _Parser:
             before = text[: opened.start()].strip() if opened else ""
             if before:
                 stream.header = replace(record, text=before)
+            elif stream.state == "message":
+                stream.header = self._announced(stream)
             stream.event = None
         stream.state, stream.frames, stream.strange = "frames", [], 0
         stream.indent = len(text) - len(text.lstrip()) if opened else 0
         stream.headless = opened is None
+
+    def _announced(self, stream: _Stream) -> Record | None:
+        """The line before a traceback that follows another one: no part of that one's message."""
+        event, header = stream.event, stream.previous
+        if event is None or header is None:
+            return None
+        if len(event.lines) > 1 and event.lines[-1] is header:
+            event.lines.pop()
+            event.message = event.message.rsplit("\n", 1)[0]
+        return header
 
     def _frame(self, stream: _Stream, record: Record, text: str) -> None:
         if stream.indent and not text[: stream.indent].strip():
@@ -179,6 +194,7 @@ class _Parser:
         )
         self.events.append(event)
         stream.event, stream.state, stream.complete = event, "message", False
+        stream.previous = None
         stream.link += 1
 
     def _message(self, stream: _Stream, record: Record, text: str) -> None:
@@ -204,8 +220,9 @@ class _Parser:
         if is_wrapper(event.message) and _BARE.match(text):
             self._exception(stream, record, text)
             return
+        stream.previous = record
         if record.level is None and not text.strip():
-            stream.complete = True
+            stream.complete = stream.complete or not _GOES_ON.search(event.message)
         if len(event.lines) < MESSAGE_LINES and not stream.complete:
             event.lines.append(record)
             event.message += "\n" + text

@@ -7,14 +7,15 @@ always the line as it stands in the log (of a cut line, its first piece).
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from airflow_provider_vllm.diagnosis.prefix import anchor_of, split_prefix
+from airflow_provider_vllm.diagnosis.envelope import messages
+from airflow_provider_vllm.diagnosis.foreign import learn_prefix
+from airflow_provider_vllm.diagnosis.prefix import split_prefix
 from airflow_provider_vllm.diagnosis.reader import Line
+from airflow_provider_vllm.diagnosis.terminal import Cut, unwrapped
 
 WORKER, ENGINE, SERVER, DRIVER = 3, 2, 1, 0
 """How deep a process is in vLLM's tree; the deepest one that failed is to blame."""
@@ -41,9 +42,9 @@ _SOURCES = {
     "model_runner.py": "Worker",
     "multiproc_executor.py": "EngineCore",
 }
-_FRAME = re.compile(r'  File "[^"]+", line \d+|Traceback \(most recent call last\)')
 _REPEATED = re.compile(r"\s*\x1b?(?:\[\d+m)?\[repeated \d+x across[^\]]*\](?:\x1b?\[0m)?\s*$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|(?<![\w\]])\[(?:0|1|3[0-7]|36|1;36|0;36)m")
+_REMAINS = re.compile(r"\[\d{1,3}(?:;\d{1,3})?m")
 _BOX = re.compile(r"^\s*[│┃|]\s(?P<body>.*?)\s*[│┃]?\s*$")
 
 
@@ -79,33 +80,43 @@ def depth_of(process: str | None) -> int:
 
 def records(lines: Iterable[Line]) -> list[Record]:
     """Records of the kept lines, in order; cut lines are put together again."""
-    numbered = [(number, _inner(line)) for number, line in lines]
-    prefix = _common_prefix(line for _, line in numbered)
-    found: list[Record] = []
-    for number, raw in _unwrapped(numbered):
-        found.extend(_records_of(number, raw[0], raw[1], prefix))
-    return found
+    return parsed(whole_lines(lines))
+
+
+def parsed(lines: Iterable[Cut]) -> list[Record]:
+    """Records of lines that are whole again."""
+    parts = [
+        (number, raw, level, text)
+        for number, (raw, whole) in lines
+        for level, text in _messages(whole)
+    ]
+    prefix = learn_prefix([text for *_, text in parts])
+    return [_record(number, raw, level, text, prefix) for number, raw, level, text in parts]
+
+
+def whole_lines(lines: Iterable[Line]) -> list[Cut]:
+    """Each line's number, how it stands in the log, and what is left of it to read."""
+    return unwrapped([(number, _inner(line)) for number, line in lines])
 
 
 def _inner(line: str) -> tuple[str, str]:
     """The line as it stands, and what is left without frames drawn around it and colours."""
-    text = _COLOUR.sub("", line) if "[" in line else line
+    text = _COLOUR.sub("", line) if "\x1b" in line or _REMAINS.search(line) else line
     if text[:1] in "│┃" or text[:2] in (" │", " ┃"):
         box = _BOX.match(text)
         text = box["body"] if box else text
     return line, text.rstrip()
 
 
-def _records_of(number: int, raw: str, text: str, prefix: re.Pattern[str] | None) -> list[Record]:
-    messages = _json_messages(text)
-    if messages is not None:
-        level, parts = messages
-        made = [_record(number, raw, part, None) for part in parts]
-        return [record if record.level else replace(record, level=level) for record in made]
-    return [_record(number, raw, text, prefix)]
+def _messages(text: str) -> list[tuple[str | None, str]]:
+    """Level and text of each message of a line, which is one unless it is wrapped in JSON."""
+    inner = messages(text) if text.endswith("}") else None
+    return [(None, text)] if inner is None else [(inner[0], part) for part in inner[1]]
 
 
-def _record(number: int, raw: str, text: str, prefix: re.Pattern[str] | None) -> Record:
+def _record(
+    number: int, raw: str, level: str | None, text: str, prefix: re.Pattern[str] | None
+) -> Record:
     if prefix is not None and (found := prefix.match(text)):
         text = text[found.end() :]
     parts = split_prefix(text)
@@ -113,87 +124,4 @@ def _record(number: int, raw: str, text: str, prefix: re.Pattern[str] | None) ->
     process = parts.process
     if process is None and parts.source is not None:
         process = _SOURCES.get(parts.source.rsplit("/")[-1].split(":")[0])
-    return Record(number, raw, message, process, parts.pid, parts.level, parts.source)
-
-
-def _json_messages(text: str) -> tuple[str | None, list[str]] | None:
-    """Level and lines of a message that is wrapped in JSON (vLLM's own form, docker's json-file)."""
-    start = text.find("{")
-    if start < 0 or start > 120 or not text.endswith("}"):
-        return None
-    try:
-        value = json.loads(text[start:])
-    except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    message = next((value[key] for key in ("message", "msg", "log") if key in value), None)
-    if not isinstance(message, str):
-        return None
-    level = value.get("level") or value.get("levelname")
-    trace = value.get("exc_info")
-    whole = message + ("\n" + trace if isinstance(trace, str) and trace != "None" else "")
-    return (str(level).upper() if level else None), whole.rstrip("\n").split("\n")
-
-
-def _common_prefix(texts: Iterable[tuple[str, str]]) -> re.Pattern[str] | None:
-    """What some other program puts before most lines, learned from those that vLLM's logger wrote.
-
-    Digits may differ from line to line. None where no such prefix stands out.
-    """
-    shapes: Counter[str] = Counter()
-    anchored = 0
-    for _, text in texts:
-        anchor = anchor_of(text)
-        if anchor is None:
-            frame = _FRAME.search(text, 0, 200)
-            anchor = frame.start() if frame else None
-        if anchor is None:
-            continue
-        anchored += 1
-        before = text[:anchor]
-        if before.strip() and len(before) <= 120 and "it/s" not in before:
-            shapes[re.sub(r"\d+", r"\\d+", re.escape(before))] += 1
-    if not shapes:
-        return None
-    shape, count = shapes.most_common(1)[0]
-    return (
-        re.compile(shape.rstrip(" ").removesuffix("\\") + r"\ ?")
-        if (count >= 5 and count * 2 >= anchored)
-        else None
-    )
-
-
-def _unwrapped(lines: list[tuple[int, tuple[str, str]]]) -> list[tuple[int, tuple[str, str]]]:
-    """Puts lines together that a terminal cut at its width; leaves other logs as they are."""
-    width = _terminal_width([text for _, (_, text) in lines])
-    if width is None:
-        return lines
-    joined: list[tuple[int, tuple[str, str]]] = []
-    open_line = False
-    for number, (raw, text) in lines:
-        if open_line and text and not _begins_a_line(text):
-            first, (first_raw, so_far) = joined[-1]
-            joined[-1] = (first, (first_raw, so_far + text))
-        else:
-            joined.append((number, (raw, text)))
-        open_line = len(text) >= width - 1
-    return joined
-
-
-def _terminal_width(texts: list[str]) -> int | None:
-    long = [len(text) for text in texts if len(text) >= 60]
-    if len(long) < 8:
-        return None
-    width = max(long)
-    full = sum(1 for length in long if length >= width - 1)
-    return width if width <= 320 and full >= 6 and full * 4 >= len(long) else None
-
-
-def _begins_a_line(text: str) -> bool:
-    parts = split_prefix(text)
-    return (
-        parts.level is not None
-        or parts.process is not None
-        or text.startswith(("Traceback (", '  File "', "INFO:", "ERROR:", "Process "))
-    )
+    return Record(number, raw, message, process, parts.pid, parts.level or level, parts.source)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from airflow_provider_vllm.diagnosis.stages import is_fatal, stage_of
+from airflow_provider_vllm.diagnosis.marks import MarkCache, Marks, marks_of
 
 
 class Readable(Protocol):
@@ -37,6 +37,7 @@ TAIL_BYTES = 12 * 1024 * 1024
 CRISIS_LINES = 5000
 LINE_CHARS = 16_000
 BLOCK = 1 << 16
+_NOTHING = Marks()
 
 _SIGNS = (
     b"ERROR",
@@ -65,31 +66,11 @@ _SIGNS = (
     b"ailed",
     b"broadcast block",
 )
-_SERVER_START = re.compile(r"vLLM API server version \S|█  version \d")
-_ENGINE_START = re.compile(r"\] Initializing an? (?:V\d )?LLM engine")
-_READY = re.compile(r"Application startup complete|Uvicorn running on ")
-_ORDERLY = re.compile(
-    r"\[shutdown\] API server: shutdown triggered"
-    r"|\] Shutting down FastAPI HTTP server|\[shutdown\] EngineCore: trigger received signal="
-    r"|INFO:     Shutting down$|INFO:     Waiting for application shutdown"
-)
-_BORING = re.compile(
-    r'INFO:?\s+[\w.:\[\]-]+ - "[A-Z]+ /|Route: /|\] Received request |leaked (?:instance|type|func)'
-    r"|Adding(?:ing)? request|Added request|\d+%\|.{0,30}\| "
-)
 _STATS = re.compile(
     r"Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, Avg generation throughput: "
     r"(?P<generation>[\d.]+) tokens/s, Running: (?P<running>\d+) reqs"
     r".*?(?:Waiting|Pending): (?P<waiting>\d+) reqs.*?KV cache usage: (?P<usage>[\d.]+)%"
 )
-# Only a server that serves says these.
-_AT_WORK = re.compile(
-    r"ERROR: +Exception in ASGI application|Error in (?:\w*completion|preprocessing prompt"
-    r"|applying chat|extracting tool|reasoning)|stream generator"
-)
-# A script without a server came to the end of its prompts.
-_FINISHED = re.compile(r"Processed prompts: +100%")
-_SERVED = re.compile(r'"POST /(?!.*load_lora)[^"]*" 200')
 
 
 @dataclass(frozen=True)
@@ -152,19 +133,20 @@ class Life:
             return False
         return self.ended or self.ready is not None
 
-    def add(self, number: int, line: str) -> None:
-        """Keeps one line, or only the mark that it leaves."""
+    def add(self, number: int, line: str, marks: Marks) -> None:
+        """Keeps one line, or only the marks that it leaves."""
         self.last = number
         if "Avg prompt throughput" in line:
             self._count(number, line)
             return
-        if _BORING.search(line):
-            self.finished = self.finished or _FINISHED.search(line) is not None
-            if _SERVED.search(line):
+        if marks.boring:
+            self.finished = self.finished or marks.finished
+            if marks.served:
                 self.answered(number)
-            if stage_of(line) is None:
+            if marks.stage is None and number - self.first > HEAD_LINES:
                 return
-        self._mark(number, line)
+        if marks != _NOTHING:
+            self._mark(number, marks)
         self.tail.append((number, line))
         self.tail_bytes += len(line) + 100
         while self.tail_bytes > TAIL_BYTES:
@@ -174,6 +156,15 @@ class Life:
                 self.head.append(old)
         if self.fatal is not None and self.crisis and len(self.crisis) < 2 * CRISIS_LINES:
             self.crisis.append((number, line))
+
+    def judged_anew(self, lines: Iterable[Line]) -> Life:
+        """The same life with the marks of these lines: its own, cut ones put together."""
+        anew = Life(self.first, started=self.started, started_by=self.started_by)
+        for number, line in lines:
+            anew.add(number, line, marks_of(line))
+        anew.head, anew.crisis, anew.tail = self.head, self.crisis, self.tail
+        anew.last = self.last
+        return anew
 
     def answered(self, number: int) -> None:
         """A request was answered at this line."""
@@ -195,21 +186,20 @@ class Life:
                 )
             )
 
-    def _mark(self, number: int, line: str) -> None:
-        stage = stage_of(line)
+    def _mark(self, number: int, marks: Marks) -> None:
+        stage = marks.stage
         if stage is not None and (not self.stages or self.stages[-1] != stage):
             self.stages.append(stage)
             del self.stages[:-20]
-        if _READY.search(line):
+        if marks.ready:
             self.ready = self.ready or number
-        if self.fatal is None and is_fatal(line):
+        if self.fatal is None and marks.fatal:
             self.fatal = number
             self.crisis = list(self.tail)[-CRISIS_LINES:]
-        if self.first_answer is None and _AT_WORK.search(line):
+        if self.first_answer is None and marks.at_work:
             self.first_answer = number
-        if "Traceback" in line or ": error: " in line:
-            self.troubled = True
-        if self.orderly is None and _ORDERLY.search(line):
+        self.troubled = self.troubled or marks.trouble
+        if self.orderly is None and marks.orderly:
             self.orderly = number
 
 
@@ -226,27 +216,21 @@ class Transcript:
 class _Reader:
     def __init__(self) -> None:
         self.transcript = Transcript(Life(first=1))
+        self.cache = MarkCache()
 
-    def add(self, number: int, line: str) -> None:
+    def add(self, number: int, line: str, raw: bytes | None = None) -> None:
         life = self.transcript.last
         if len(line) > LINE_CHARS:
             line = line[:LINE_CHARS]
-        start = _start(line)
-        if start is not None:
-            if life.over_before(start):
+        marks = marks_of(line) if raw is None else self.cache.of(raw, line)
+        if marks.start is not None:
+            if life.over_before(marks.start):
                 self.transcript.before = life
                 self.transcript.lives += 1
                 life = self.transcript.last = Life(first=number)
             life.started = life.started or number
-            life.started_by = life.started_by or start
-        life.add(number, line)
-
-
-def _start(line: str) -> str | None:
-    """ "server" or "engine" where this line says that one starts."""
-    if "ersion" in line and _SERVER_START.search(line):
-        return "server"
-    return "engine" if "Initializing a" in line and _ENGINE_START.search(line) else None
+            life.started_by = life.started_by or marks.start
+        life.add(number, line, marks)
 
 
 def read(source: str | os.PathLike[str] | Readable | Iterable[str]) -> Transcript:
@@ -297,7 +281,11 @@ def _add_bytes(reader: _Reader, number: int, raw: bytes) -> None:
         if b'"POST /' in raw:
             reader.transcript.last.answered(number)
         return
-    for part in _parts(raw.decode("utf-8", "replace").rstrip("\r\n")):
+    line = raw.decode("utf-8", "replace").rstrip("\r\n")
+    if "\r" not in line:
+        reader.add(number, line, raw)
+        return
+    for part in _parts(line):
         reader.add(number, part)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 import tracemalloc
 
 import pytest
@@ -199,6 +200,19 @@ def test_memory_stays_bounded_on_a_large_log() -> None:
     assert found.root_line == OOM
     assert found.root_line_number == whole.count(b"\n") - 1
     assert peak < 60_000_000
+
+
+def test_repeated_errors_are_read_quickly_and_do_not_hide_the_death() -> None:
+    start = "\n".join((START, LOADING, READY)).encode() + b"\n"
+    error = (
+        "\n".join(SERVER + "ERROR 11-30 10:00:00 [s.py:2] " + x for x in REFUSED) + "\n"
+    ).encode()
+    whole = start + error * (30_000_000 // len(error)) + (OOM + "\n" + DEAD + "\n").encode()
+    began = time.process_time()
+    found = diagnose(io.BytesIO(whole))
+    spent = time.process_time() - began
+    assert found.root_line == OOM
+    assert spent < 5  # it was four times as much when each line was searched
 
 
 def test_thousands_of_errors_after_the_death_do_not_hide_it() -> None:
