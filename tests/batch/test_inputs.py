@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.sources import find_sources, local_path, measure, records
 from airflow_provider_vllm.batch.spec import BatchSpec
-from tests.batch.helpers import batch_row, write_rows
+from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
 
 THREE = b'{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
 
@@ -128,6 +129,76 @@ def test_default_ids_are_unique_beside_custom_ids() -> None:
     named = [b"broken", batch_row("row-1", "b")]
     good = list(RowMaker(BatchSpec(prompts=named), "m").rows(records(BatchSpec(prompts=named), ())))
     assert [type(row) for row in good] == [BadRow, Row]
+
+
+class Mapped(Sequence[Any]):
+    """As a mapped task hands its outputs on: fetched one by one, with an address for a repr."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+
+def test_a_list_is_known_again_by_what_is_in_it() -> None:
+    def digest(prompts: Any) -> str:
+        return measure(BatchSpec(prompts=prompts), ()).digest
+
+    odd = ["\ud800", {1: 2, "a": {3}}, 1 << 70, float("nan"), ("a",)]
+    assert digest(Mapped(["a", "b"])) == digest(["a", "b"]) != digest(["b", "a"])
+    assert digest([*odd, object()]) == digest([*odd, object()]) != digest([*odd[1:], object(), "a"])
+    assert digest([{"a": 1, "b": 2}]) == digest([{"b": 2, "a": 1}]) != digest([{"a": 1, "b": 3}])
+    assert digest(["a", "b"]) != digest(['a"\n"b'])
+
+
+def test_values_of_any_type_are_no_crash(link: ForeignLink, tmp_path: Path) -> None:
+    deep: list[Any] = []
+    deep.append(deep)
+    prompts = ["a", {1: 2, "a": {3}}, {(1, 2): 3}, {"prompt": "b", "x": deep}, b"bytes", {"a", "b"}]
+    result = run(BatchSpec(prompts=prompts, max_error_rate=1), link, tmp_path)
+    assert result.manifest.outcomes == {"invalid_input": 4, "ok": 2}
+
+
+def test_rows_of_columns_keep_their_custom_id(link: ForeignLink, tmp_path: Path) -> None:
+    """As a label: it need not be unique, since the row is known by its number."""
+    write_rows(
+        tmp_path / "in.jsonl",
+        [{"custom_id": "mine", "prompt": "a"}, {"custom_id": 7, "prompt": "b"}, {"prompt": "c"},
+         {"custom_id": "mine", "prompt": "d"}, {"custom_id": "", "prompt": "e"},
+         {"custom_id": "bad", "prompt": None}],
+    )  # fmt: skip
+    one = BatchSpec(
+        input_path=str(tmp_path / "in.jsonl"),
+        output_path=str(tmp_path / "out.jsonl"),
+        max_error_rate=1,
+    )
+    result = run(one, link, tmp_path)
+    names = [row["custom_id"] for row in read_rows(tmp_path / "out.jsonl")]
+    assert names == ["mine", "7", "row-3", "mine", "row-5"]
+    (error,) = read_rows(Path(str(result.manifest.errors_path)))
+    assert error["custom_id"] == "bad"
+
+
+@pytest.mark.parametrize("endpoint", ["embeddings", "classify", "pooling"])
+def test_messages_for_an_endpoint_without_answers(endpoint: str) -> None:
+    import orjson
+
+    messages = [{"role": "user", "content": "a"}]
+    url = BatchSpec(prompts=["a"], endpoint=endpoint).endpoint
+    rows = [
+        {"messages": messages},
+        messages,
+        {"custom_id": "x", "url": url, "body": {"messages": messages}},
+    ]
+    one = BatchSpec(prompts=rows, endpoint=endpoint)
+    made = list(RowMaker(one, "m", pack=True).rows(records(one, ())))
+    bodies = [orjson.loads(row.body) for row in made if isinstance(row, Row)]
+    assert bodies == [{"model": "m", "messages": messages}] * 3
+    assert [row.params for row in made if isinstance(row, Row)] == [None] * 3  # never packed
 
 
 def test_a_template_meets_a_row_without_the_column(tmp_path: Path) -> None:

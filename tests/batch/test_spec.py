@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "system_prompt": "x", "endpoint": "embeddings"}, "system_prompt"),
     ({"prompts": ["a"], "model": ""}, "model"),
     ({"prompts": ["a"], "answer_column": "x", "error_column": "x"}, "same name"),
+    ({"prompts": ["a"], "answer_column": None}, "answer_column must be text, not None"),
+    ({"prompts": ["a"], "error_column": " "}, "error_column must be text"),
+    ({"prompts": ["a"], "param_columns": None}, "param_columns must be a list of names, not None"),
+    ({"prompts": ["a"], "param_columns": "seed"}, "param_columns must be a list"),
+    ({"prompts": ["a"], "param_columns": [1]}, "param_columns must be a list"),
+    ({"prompts": ["a"], "extra_roles": 5}, "extra_roles must be a list"),
+    (
+        {"prompts": ["a"], "output_schema": {}, "endpoint": "score"},
+        "output_schema needs an endpoint",
+    ),
     ({"prompts": ["a"], "output_path": "x.csv", "output_format": "openai"}, "JSON lines"),
     ({"prompts": ["a"], "output_path": "x.parquet.gz"}, "Parquet"),
     ({"prompts": ["a"], "input_format": "xml"}, "input_format"),
@@ -58,6 +69,7 @@ def test_short_names_and_suffixes() -> None:
     assert BatchSpec(prompts=["a"], endpoint="chat/completions").endpoint == "/v1/chat/completions"
     assert BatchSpec(prompts=["a"], output_path="s3://b.c/x.csv.gz").form == "columns"
     assert BatchSpec(prompts=["a"], output_path="s3://b.c/x").suffix == ""
+    assert BatchSpec(prompts=["a"], output_path=Path("x.csv")).output_path == "x.csv"  # type: ignore[arg-type]
 
 
 def test_the_fingerprint_is_of_what_is_sent() -> None:
