@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,6 +19,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.parameters import Spelling
+from airflow_provider_vllm.batch.places import places
 from airflow_provider_vllm.batch.progress import Progress
 from airflow_provider_vllm.batch.resume import Left, Resumed
 from airflow_provider_vllm.batch.row import Row
@@ -105,6 +107,7 @@ class Job:
             self._log,
             progress,
             self._on_progress,
+            partial(places, spec, self._checked.sources),
         )
         try:
             sender.start()
@@ -203,6 +206,8 @@ class Job:
             tokens_per_second=round(tokens / seconds, 2),
             retries=stats.retries,
             server_losses=watch.losses,
+            server_restarts=watch.restarts,
+            answered_by=stats.answered_by(),
             preemptions=watch.preemptions,
             concurrency=stats.limit,
             pack=stats.pack,

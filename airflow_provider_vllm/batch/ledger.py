@@ -5,6 +5,8 @@ Invariant: every row that was read ends here once, as `ok`, `reused`, or with th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from airflow_provider_vllm.batch.answers import (
     TAIL,
     Check,
@@ -12,10 +14,11 @@ from airflow_provider_vllm.batch.answers import (
     bad_row_line,
     still_keeps,
 )
+from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.records import END, Reader, head
 from airflow_provider_vllm.batch.row import BadRow, Row
-from airflow_provider_vllm.batch.signals import Stats
+from airflow_provider_vllm.batch.signals import Server, Stats
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import reason_to_fail
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -68,6 +71,16 @@ class Ledger:
         self._stats.reused += 1
         self._stats.done += 1
         self._stats.ok += 1
+
+    def begins(self, endpoint: Endpoint) -> None:
+        """From here on `endpoint` answers. Where that is another model, later tries must know which rows are its."""
+        stats = self._stats
+        server = Server(endpoint.model, endpoint.fingerprint, stats.ok - stats.reused)
+        if stats.servers and replace(stats.servers[-1], before=server.before) == server:
+            return
+        if stats.servers:
+            self._journal.note_server()
+        stats.servers.append(server)
 
     def lost(self, row: Row) -> None:
         """The server was lost with this row in flight; later tries should know."""

@@ -16,7 +16,9 @@ class Manifest:
     """How a batch ended.
 
     Seconds, speeds and tokens are of this try, up to the writing of the results; `reused` rows were
-    answered by earlier ones. Speeds are over `sending_seconds`.
+    answered by earlier ones, `changed` were and ran again. Speeds are over `sending_seconds`. `answered_by` counts
+    the rows of this try by the server that answered: more than one entry where a restart brought another model or
+    other options.
     """
 
     rows: int
@@ -31,6 +33,8 @@ class Manifest:
     tokens_per_second: float
     retries: int
     server_losses: int
+    server_restarts: int
+    answered_by: tuple[dict[str, Any], ...]
     preemptions: int
     concurrency: int
     pack: int
@@ -60,6 +64,7 @@ class Manifest:
             **asdict(self),
             "input": list(self.input),
             "advice": list(self.advice),
+            "answered_by": list(self.answered_by),
             "ok": self.ok,
             "errors": self.errors,
         }

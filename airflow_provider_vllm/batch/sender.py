@@ -137,6 +137,7 @@ class Sender(threading.Thread):
                 return
 
     def _connect(self, endpoint: Endpoint) -> Client:
+        self._ledger.begins(endpoint)
         return Client(endpoint, self._spec.request_timeout, min(self.stats.limit, 1024))
 
     def _tune(self, now: float) -> None:
@@ -379,7 +380,7 @@ class Sender(threading.Thread):
             self._bereave(row, reason)
         self._ledger.flush()
         if self._waiting:
-            self.events.put(NeedServer(reason))
+            self.events.put(NeedServer.of(reason, hit))
         else:
             self._stopped = True
 

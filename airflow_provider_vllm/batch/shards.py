@@ -314,7 +314,7 @@ def _summed(
     whole = dict(manifests[0])
     for name in (
         "rows", "reused", "changed", "prompt_tokens", "completion_tokens", "retries",
-        "server_losses", "preemptions", "ok", "errors",
+        "server_losses", "server_restarts", "preemptions", "ok", "errors",
     ):  # fmt: skip
         whole[name] = sum(manifest[name] for manifest in manifests)
     seconds = max(manifest["seconds"] for manifest in manifests)
@@ -323,6 +323,7 @@ def _summed(
     whole.update(
         outcomes=dict(sorted(outcomes.items())),
         input=[path for manifest in manifests for path in manifest["input"]],
+        answered_by=_answered_by(manifests),
         seconds=seconds,
         rows_per_second=round(sent / max(seconds, 1e-9), 2),
         tokens_per_second=round(tokens / max(seconds, 1e-9), 2),
@@ -332,3 +333,11 @@ def _summed(
         shards=len(manifests),
     )
     return whole
+
+
+def _answered_by(manifests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    rows: Counter[tuple[str, str]] = Counter()
+    for manifest in manifests:
+        for each in manifest["answered_by"]:
+            rows[each["model"], each["fingerprint"]] += each["rows"]
+    return [{"model": m, "fingerprint": f, "rows": count} for (m, f), count in rows.items()]

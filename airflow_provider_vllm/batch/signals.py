@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.row import Row
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answered; `before` is the number of rows that were answered in this try when it began."""
+
+    model: str
+    fingerprint: str
+    before: int
 
 
 @dataclass
@@ -25,6 +36,7 @@ class Stats:
     limit: int = 0
     pack: int = 1
     samples: list[str] = field(default_factory=list)
+    servers: list[Server] = field(default_factory=list)
 
     @property
     def errors(self) -> int:
@@ -33,6 +45,18 @@ class Stats:
     @property
     def outcomes(self) -> dict[str, int]:
         return {"ok": self.ok, **self.failed}
+
+    def answered_by(self) -> tuple[dict[str, Any], ...]:
+        """How many rows each server answered in this try."""
+        ends = [*(server.before for server in self.servers[1:]), self.ok - self.reused]
+        return tuple(
+            {
+                "model": server.model,
+                "fingerprint": server.fingerprint,
+                "rows": end - server.before,
+            }
+            for server, end in zip(self.servers, ends, strict=False)
+        )
 
 
 @dataclass(frozen=True)
@@ -44,9 +68,17 @@ class Trouble:
 
 @dataclass(frozen=True)
 class NeedServer:
-    """Event: the server is given up and rows are left. The watch brings one back."""
+    """Event: the server is given up and rows are left. The watch brings one back.
+
+    `in_flight` are number and bytes of the rows that it had.
+    """
 
     reason: str
+    in_flight: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, reason: str, rows: list[Row]) -> NeedServer:
+        return cls(reason, tuple((row.number, len(row.body)) for row in rows))
 
 
 @dataclass(frozen=True)

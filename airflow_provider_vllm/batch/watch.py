@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from airflow_provider_vllm.batch import health
@@ -51,14 +51,15 @@ class Watch:
         log: logging.Logger,
         progress: Progress,
         on_progress: OnProgress | None = None,
+        where: Callable[[Iterable[int]], str] = str,
     ) -> None:
         self._spec, self._link, self._endpoint = spec, link, endpoint
         self._sender, self._journal, self._log = sender, journal, log
-        self._progress, self._on_progress = progress, on_progress
+        self._progress, self._on_progress, self._where = progress, on_progress, where
         self._lost = False
         self._last_preemptions: int | None = None
         self.readings = Readings()
-        self.losses = 0
+        self.losses = self.restarts = 0
         self.preemptions = 0
 
     def run(self) -> None:
@@ -84,7 +85,7 @@ class Watch:
             if isinstance(event, Trouble):
                 self._check(event.reason)
             elif isinstance(event, NeedServer):
-                self._recover(event.reason)
+                self._recover(event)
             self._tick(time.monotonic())
 
     def _tick(self, now: float) -> None:
@@ -199,17 +200,41 @@ class Watch:
         self._log.warning("The server is lost: %s", reason)
         self._sender.commands.append(Lost(reason))
 
-    def _recover(self, reason: str) -> None:
-        left = self._sender.stats
+    def _recover(self, event: NeedServer) -> None:
+        left, lost = self._sender.stats, self._endpoint
+        self._say_in_flight(event.in_flight)
         self._log.info("Bringing the server back; %d rows are done, the others wait", left.done)
         try:
-            self._endpoint = self._link.recover(reason)
+            self._endpoint = self._link.recover(event.reason)
         except NoFreeGpu:
             raise  # whoever called may wait for one, and come back for the rows that are left
         except ServerError as error:
             raise BatchFailed(f"the server was lost and did not come back: {error}") from error
         self._lost = False
+        self.restarts += 1
         self._last_preemptions = None
         self._movement = Movement(time.monotonic(), left.done, None)
         self._log.info("The server is back at %s", self._endpoint.base_url)
+        if not self._endpoint.answers_like(lost):
+            self._log.warning(
+                "It is not the server that was lost: %s (fingerprint %s) answers from here on, where %s (%s) did. "
+                "`answered_by` in the manifest counts the rows of each; a retry asks for this one's again",
+                self._endpoint.model,
+                self._endpoint.fingerprint or "unknown",
+                lost.model,
+                lost.fingerprint or "unknown",
+            )
         self._sender.commands.append(Connect(self._endpoint))
+
+    def _say_in_flight(self, rows: tuple[tuple[int, int], ...]) -> None:
+        """Which rows the lost server had: one of them may have been its end."""
+        if not rows:
+            return
+        sizes = [size for _, size in rows]
+        self._log.info(
+            "%d rows were in flight and go back to the queue: %s (requests of %d to %d bytes)",
+            len(rows),
+            self._where(number for number, _ in rows),
+            min(sizes),
+            max(sizes),
+        )

@@ -6,10 +6,13 @@ The default run has a few cells of each kind, `full` the whole matrix.
 from __future__ import annotations
 
 import json
+import logging
 import random
+import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -318,3 +321,80 @@ def test_deadly_rows_are_remembered_by_the_next_try(tmp_path: Path) -> None:
         "killer-1",
         "killer-2",
     ]
+
+
+def freeze_after(server: ThreadedEndpoint, rows: int) -> threading.Thread:
+    """The engine stops when so many rows have come; the thread that does it, started."""
+
+    def freeze() -> None:
+        until(lambda: server.behaviour.prompts.total() >= rows)
+        server.behaviour.frozen = True
+
+    thread = threading.Thread(target=freeze)
+    thread.start()
+    return thread
+
+
+def test_the_log_says_which_rows_were_in_flight(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they stand and how large they are, never what they ask."""
+    server.behaviour.latency = 0.01
+    link.on_recover = lambda: setattr(server.behaviour, "frozen", False)
+    made = [batch_row(f"id-{index}", f"secret {index}") for index in range(200)]
+    source = write_rows(tmp_path / "in.jsonl", made)
+    spec = BatchSpec(
+        input_path=str(source),
+        output_path=str(tmp_path / "out.jsonl"),
+        concurrency=4,
+        pack=1,
+        stall_timeout=0.5,
+        probe_timeout=0.5,
+    )
+    thread = freeze_after(server, 100)
+    with caplog.at_level(logging.INFO):
+        run(spec, link, tmp_path)
+    thread.join()
+    (line,) = [text for text in caplog.messages if "in flight and go back" in text]
+    assert line.startswith(f"4 rows were in flight and go back to the queue: {source}:")
+    spans = re.findall(r"in\.jsonl:(\d+)(?:-(\d+))?", line)
+    numbers = [n for first, last in spans for n in range(int(first), int(last or first) + 1)]
+    assert len(numbers) == 4
+    assert 90 <= min(numbers) <= max(numbers) <= 110
+    size = len(json.dumps(made[0]["body"], separators=(",", ":")))
+    assert size <= int(line.rpartition(" to ")[2].split()[0]) <= size + 2
+    assert "secret" not in caplog.text
+
+
+def test_another_model_after_a_restart_is_never_mixed_in_silently(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The manifest counts the rows of each server, and a later try asks for the second one's again."""
+    server.behaviour.latency = 0.01
+    link.endpoint = first = replace(link.endpoint, fingerprint="one")
+
+    def change() -> None:
+        server.behaviour.frozen = False
+        link.endpoint = replace(link.endpoint, fingerprint="two")
+
+    link.on_recover = change
+    prompts = [f"p{index}" for index in range(200)]
+    spec = BatchSpec(prompts=prompts, concurrency=4, pack=1, stall_timeout=0.5, probe_timeout=0.5)
+    thread = freeze_after(server, 100)
+    with caplog.at_level(logging.WARNING):
+        manifest = run(spec, link, tmp_path).manifest
+    thread.join()
+    assert "It is not the server that was lost: tiny (fingerprint two)" in caplog.text
+    assert [each["fingerprint"] for each in manifest.answered_by] == ["one", "two"]
+    by_first, by_second = (each["rows"] for each in manifest.answered_by)
+    assert by_first + by_second == 200
+    assert 90 <= by_first <= 100
+    assert (manifest.server_losses, manifest.server_restarts) == (1, 1)
+
+    link.endpoint = first
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        again = run(spec, link, tmp_path).manifest
+    assert (again.reused, again.changed) == (by_first, by_second)
+    assert f"{by_second} changed and run again (another server had answered" in caplog.text
+    assert run(spec, link, tmp_path).manifest.reused == 200

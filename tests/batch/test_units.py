@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,11 @@ from airflow_provider_vllm.batch import health
 from airflow_provider_vllm.batch.ahead import CHUNK, DEPTH, Ahead
 from airflow_provider_vllm.batch.compact import IntMap, IntSet
 from airflow_provider_vllm.batch.health import Movement, Vitals, is_stalled, observe
+from airflow_provider_vllm.batch.places import places
 from airflow_provider_vllm.batch.progress import Progress, clock
 from airflow_provider_vllm.batch.signals import Stats
+from airflow_provider_vllm.batch.sources import find_sources, local_path
+from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.template import RowError, Template
 from airflow_provider_vllm.batch.verdict import backoff, reason_to_fail
 from airflow_provider_vllm.exceptions import InvalidInput
@@ -175,3 +179,18 @@ def test_templates() -> None:
         Template("{a!x}")
     with pytest.raises(RowError, match="cannot be formatted"):
         Template("{a:d}").fill({"a": "text"})
+
+
+def test_places_are_spans_of_lines(tmp_path: Path) -> None:
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.csv"
+    one.write_text('{"prompt": "x"}\n' * 3 + "\n" + '{"prompt": "x"}\n' * 6)
+    two.write_text("prompt\n" + "x\n" * 50)
+    spec = BatchSpec(input_path=[str(one), str(two)], output_path=str(tmp_path / "out.jsonl"))
+    sources = find_sources(spec, local_path)
+    assert places(spec, sources, [2, 0, 1, 9, 10, 12]) == f"{one}:1-3, {one}:10, {two}:2, {two}:4"
+    many = places(spec, sources, range(10, 50, 2))
+    assert many.endswith(" and 12 more")
+    assert places(spec, sources, []) == ""
+    one.unlink()
+    assert places(spec, sources, [4, 5, 8]) == "row 5-6, row 9"
+    assert places(BatchSpec(prompts=["a", "b"]), (), [1]) == "prompts:2"
