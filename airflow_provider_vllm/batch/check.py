@@ -14,7 +14,7 @@ from airflow_provider_vllm.batch.journal import Journal, Meta
 from airflow_provider_vllm.batch.remote import journal_at
 from airflow_provider_vllm.batch.rows import RowMaker, lacks
 from airflow_provider_vllm.batch.schema import checker
-from airflow_provider_vllm.batch.source import Source
+from airflow_provider_vllm.batch.source import Damaged, Source
 from airflow_provider_vllm.batch.sources import (
     Extent,
     ToPath,
@@ -69,7 +69,10 @@ def check_inputs(
     _check_output(spec, sources, to_path)
     _check_header(spec, sources)
     extent = measure(spec, sources)
-    check_columns(spec, sources)
+    try:
+        check_columns(spec, sources)
+    except Damaged as error:
+        raise InvalidPrompts(f"input_path {error}; it cannot be read to its end") from error
     checked = Checked(sources, extent, owner)
     _check_owner(
         spec, checked, to_path, None if journal_dir is None else journal_at(journal_dir, to_path)

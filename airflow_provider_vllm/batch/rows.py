@@ -246,6 +246,8 @@ class RowMaker:
             )
         if not isinstance(prompt, str) and hasattr(prompt, "tolist"):
             prompt = prompt.tolist()  # numpy
+        if isinstance(prompt, tuple):
+            prompt = list(prompt)
         if isinstance(prompt, str) and not prompt:
             raise RowError("invalid_prompt", f"{field} is empty", field)
         if url == CHAT and isinstance(prompt, str):

@@ -103,18 +103,23 @@ def _exists(path: Any) -> bool:
         return False
 
 
-def _source(name: str, path: Any, wanted: str | None) -> Source:
+def _kind(name: str) -> str:
     stem = name.lower().removesuffix(".gz")
-    kind = wanted or SUFFIXES.get(stem[stem.rfind(".") :] if "." in stem else "", "")
-    if not kind:
+    kind = SUFFIXES.get(stem[stem.rfind(".") :] if "." in stem else "")
+    if kind is None:
         raise InvalidPrompts(
             f"input_path {name}: its suffix says no format; set input_format to jsonl, csv, parquet or text"
         )
+    return kind
+
+
+def _source(name: str, path: Any, wanted: str | None) -> Source:
     try:
         if path.is_dir():
             raise InvalidPrompts(
                 f"input_path {name} is a directory; name its files, for example {name}/*.jsonl"
             )
+        kind = wanted or _kind(name)
         with path.open("rb") as file:
             head, start = file.read(len(GZIP)), b""
         source = Source(name, path, kind, head == GZIP)  # the name may say otherwise
@@ -336,7 +341,7 @@ def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
     if not is_local(source.path):
         hasher.update(f"{source.name} {source.path.stat().st_size}\n".encode())
         if source.format != "parquet":
-            return None
+            return 0 if next(READERS[source.format](source, spec), None) is None else None
     elif source.format in ("jsonl", "text"):
         return _count_lines(source, hasher)
     else:
