@@ -4,7 +4,8 @@
     stub.write(FakeGpu("GPU-a", used=3 * GIB, processes={4711: 3 * GIB}))
     subprocess.run(command, env={**os.environ, **stub.environ})
 
-`environ` has to be set before the process under test starts: LD_LIBRARY_PATH is read once. The
+`environ` has to be set before the process under test starts: LD_LIBRARY_PATH is read once, and reaches
+supervisors too, since it is on the allow-list. The
 devices file is read on every call into the library and replaced as a whole, so that a test can
 change it under a running process.
 """
@@ -76,7 +77,7 @@ class NvmlStub:
         library = folder / "libnvidia-ml.so.1"
         soname = f"-Wl,-soname,{library.name}"
         command = [*c_compiler(), "-shared", "-fPIC", "-Wall", "-Werror", soname]
-        subprocess.run([*command, "-o", str(library), str(_SOURCE)], check=True)
+        subprocess.run([*command, "-o", str(library), str(_SOURCE), "-ldl"], check=True)
         stub = cls(folder)
         stub.write()
         return stub
@@ -84,7 +85,7 @@ class NvmlStub:
     @property
     def environ(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("LD_LIBRARY_PATH"))))
-        return {"LD_LIBRARY_PATH": path, "NVML_STUB_DEVICES": str(self.folder / "devices")}
+        return {"LD_LIBRARY_PATH": path}
 
     def write(
         self, *gpus: FakeGpu, init_result: int = 0, memory_results: tuple[int, int] = (0, 0)

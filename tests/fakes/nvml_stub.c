@@ -1,6 +1,7 @@
 /* A libnvidia-ml.so.1 whose GPUs stand in a text file, read again on every call.
  *
- * NVML_STUB_DEVICES names the file; `tests/fakes/nvml.py` writes it. One line each, tab-separated:
+ * It is called `devices` and lies beside the library; `tests/fakes/nvml.py` writes it. One line each,
+ * tab-separated:
  *
  *   init   RETURN_CODE                     what nvmlInit answers
  *   memory RETURN_CODE_V1 RETURN_CODE_V2   what the memory queries answer
@@ -10,8 +11,9 @@
  *
  * Sizes are bytes. A handle is (number of the gpu + 1) * 64 + place of the MIG device + 1 (or 0).
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, PLACES = 7 };
@@ -28,13 +30,23 @@ typedef struct {
 static device_t devices[64];
 static int device_count, init_result, memory_v1_result, memory_v2_result;
 
+static FILE *open_devices(void) {
+    Dl_info library;
+    char path[4096];
+    if (!dladdr((void *)open_devices, &library)) return NULL;
+    const char *end = strrchr(library.dli_fname, '/');
+    int length = end ? (int)(end - library.dli_fname) : 1;
+    const char *folder = end ? library.dli_fname : ".";
+    if (snprintf(path, sizeof path, "%.*s/devices", length, folder) >= (int)sizeof path) return NULL;
+    return fopen(path, "r");
+}
+
 static void load(void) {
     char line[1024];
     size_t gpu = 0;
     device_t *last = NULL;
     device_count = init_result = memory_v1_result = memory_v2_result = 0;
-    const char *path = getenv("NVML_STUB_DEVICES");
-    FILE *file = path ? fopen(path, "r") : NULL;
+    FILE *file = open_devices();
     if (!file) { init_result = 9; return; }
     while (fgets(line, sizeof line, file)) {
         device_t d;

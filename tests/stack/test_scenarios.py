@@ -1,34 +1,30 @@
-"""What a user does to a run, and what can happen to it, on a real Airflow with a fake vLLM.
-
-Each scenario is a function that triggers a run, acts like a person at the UI (through the REST API)
-or like a fault, and asserts what is seen and that nothing is left. They spend their time waiting
-for Airflow, so the module's fixture runs the selected ones side by side; each test reports its own.
-"""
+"""What a user does to a run, and what can happen to it, on a real Airflow with a fake vLLM."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
 from airflow_provider_vllm.server.processes import ProcessId, identity_of, read_stat
 from scripts.airflow_stack import AirflowStack
-from tests.server.conftest import fake_spec
-from tests.stack.observed import KILL_S, Observed, no_strays
+from tests.stack.observed import KILL_S, Observed
+from tests.stack.scene import (
+    QUICK,
+    SLOW,
+    SOME_SECONDS,
+    Scenarios,
+    Scene,
+    answers_of,
+    side_by_side,
+    start_of,
+)
 
 pytestmark = pytest.mark.stack
 
-SIDE_BY_SIDE = 4
-QUICK = ["quick one", "quick two", "quick three"]
-# Two rows at a time; the quick ones are answered when the slow ones are in flight.
-TWO_AT_A_TIME = {"concurrency": 2, "pack": 1, "progress_interval": 2, "max_error_rate": 0}
-SLOW = [*QUICK, *(f"[[slow 120]] row {number}" for number in range(4))]
-SOME_SECONDS = [*QUICK, *(f"[[slow 3]] row {number}" for number in range(6))]
 NO_MEMORY = (
     "ValueError: No available memory for the cache blocks. "
     "Try increasing `gpu_memory_utilization` when initializing the engine."
@@ -37,39 +33,7 @@ KILLED = "The task was killed: it was marked or cleared"
 # A shared server's teardown may come before the kill.
 STOPPED = "while this batch ran, so this try does not start it again"
 
-Scenario = Callable[["Scene"], None]
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-class Scene:
-    """What a scenario gets: a way to trigger runs, and a folder of its own."""
-
-    def __init__(self, stack: AirflowStack, folder: Path) -> None:
-        self._stack, self.folder = stack, folder
-
-    def run(
-        self,
-        dag_id: str,
-        plan: dict[str, Any] | None = None,
-        *,
-        prompts: list[Any] | None = None,
-        batch: dict[str, Any] | None = None,
-        **spec: Any,
-    ) -> Observed:
-        plan = {"orphan_session": True, **(plan or {})}
-        if "fail_times" in plan:
-            plan["counter"] = str(self.folder / "starts")
-        conf = {
-            "spec": fake_spec(plan, **spec).to_json(),
-            "prompts": QUICK if prompts is None else prompts,
-            "batch": {**TWO_AT_A_TIME, **(batch or {})},
-        }
-        return Observed(self._stack, dag_id, conf)
+scenario = Scenarios()
 
 
 @pytest.fixture(scope="module")
@@ -78,29 +42,9 @@ def outcomes(
     shared_airflow: AirflowStack,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Future[None]]]:
-    """The selected scenarios, all of them over."""
-    selected = [
-        str(item.callspec.params["name"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
-    ]
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        running = {
-            name: pool.submit(SCENARIOS[name], Scene(shared_airflow, tmp_path_factory.mktemp(name)))
-            for name in selected
-        }
-    yield running
-    no_strays(shared_airflow)
-
-
-def answers_of(run: Observed, task_id: str = "work") -> list[str]:
-    """The prompts whose answers a batch returned, in order: the fake repeats the prompt in the answer."""
-    return [answer.partition(" to user: ")[2] for answer in run.xcom(task_id)]
-
-
-def start_of(prompts: list[str]) -> list[str]:
-    """What the fake repeats of each prompt."""
-    return [f"user: {prompt}"[:40].removeprefix("user: ") for prompt in prompts]
+    folder = tmp_path_factory.mktemp("scenarios")
+    with side_by_side(scenario, request, shared_airflow, folder) as running:
+        yield running
 
 
 def airflow_supervisor(run: Observed, task_id: str) -> tuple[ProcessId, ProcessId]:
@@ -421,6 +365,6 @@ def the_task_process_is_killed(scene: Scene) -> None:
     run.nothing_left()
 
 
-@pytest.mark.parametrize("name", list(SCENARIOS))
+@pytest.mark.parametrize("name", list(scenario))
 def test_scenario(name: str, outcomes: dict[str, Future[None]]) -> None:
     outcomes[name].result()
