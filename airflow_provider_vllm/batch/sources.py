@@ -30,6 +30,7 @@ from airflow_provider_vllm.batch.parquet_rows import (
 )
 from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, RecordError, Source
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.version import version_of
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
 ToPath = Callable[[str], Any]
@@ -293,7 +294,7 @@ class Extent:
 
 
 def measure(spec: BatchSpec, sources: tuple[Source, ...]) -> Extent:
-    """Count and digest the input: local files and lists by content, remote ones by name and size.
+    """Count and digest the input: local files and lists by content, remote ones by name and `version_of`.
 
     Raises InvalidPrompts where a file holds no row at all.
     """
@@ -339,7 +340,7 @@ def _type(value: Any) -> str:
 
 def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
     if not is_local(source.path):
-        hasher.update(f"{source.name} {source.path.stat().st_size}\n".encode())
+        hasher.update(f"{source.name} {version_of(source.path)}\n".encode())
         if source.format != "parquet":
             return 0 if next(READERS[source.format](source, spec), None) is None else None
     elif source.format in ("jsonl", "text"):

@@ -17,7 +17,8 @@ from airflow_provider_vllm.batch.remote import RemoteJournal, journal_at
 from airflow_provider_vllm.batch.run import check_inputs, run_batch
 from airflow_provider_vllm.batch.sources import local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import InvalidPrompts
+from airflow_provider_vllm.batch.version import version_of
+from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 from tests.batch.helpers import LOG, ForeignLink, until
 from tests.fakes.endpoint import ThreadedEndpoint
 
@@ -146,7 +147,10 @@ run_batch(spec, ForeignLink("{server.base_url}"), journal_dir="{tmp_path}/bucket
           log=logging.getLogger())
 """
     root = Path(__file__).parents[2]
-    copies = {**os.environ, "TMPDIR": str(tmp_path)}  # of a process that is killed: they stay a while
+    copies = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+    }  # of a process that is killed: they stay a while
     process = subprocess.Popen([sys.executable, "-c", code], cwd=root, env=copies)
     until(lambda: server.behaviour.prompts.total() >= 120)
     process.send_signal(signal.SIGKILL)
@@ -181,3 +185,67 @@ def test_a_journal_that_is_only_looked_at_leaves_nothing(tmp_path: Path) -> None
     before = set(Path(tempfile.gettempdir()).glob("vllm-journal-*"))
     assert journal_at(f"{BUCKET}/journal", to_path).read_meta() is None
     assert set(Path(tempfile.gettempdir()).glob("vllm-journal-*")) == before
+
+
+class Object:
+    """A path-like whose file system tells this of it."""
+
+    def __init__(self, **info: Any) -> None:
+        self.path, self.fs = "bucket/in.jsonl", self
+        self._info = info
+
+    def info(self, path: str) -> dict[str, Any]:
+        return self._info
+
+    def invalidate_cache(self, path: str) -> None:
+        raise NotImplementedError
+
+    def stat(self) -> Any:
+        return os.stat_result((0,) * 6 + (7,) + (0,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (
+            {"ETag": '"a"', "LastModified": 1},
+            {"ETag": '"a"', "LastModified": 2},
+            {"ETag": '"b"', "LastModified": 1},
+        ),
+        (
+            {"md5Hash": "x", "etag": "1"},
+            {"md5Hash": "x", "etag": "2"},
+            {"md5Hash": "y", "etag": "1"},
+        ),
+        (
+            {"content_settings": {"content_md5": bytearray(b"1")}, "etag": "1"},
+            {"content_settings": {"content_md5": bytearray(b"1")}, "etag": "2"},
+            {"content_settings": {"content_md5": bytearray(b"2")}, "etag": "1"},
+        ),
+        ({"mtime": 1.5}, {"mtime": 1.5, "uid": 3}, {"mtime": 2.5}),
+        ({"size": 5}, {"size": 5}, {"size": 6}),
+        ({}, {}, {"size": 6}),
+    ],
+    ids=["s3", "gcs", "azure", "sftp", "size", "nothing"],
+)
+def test_what_a_storage_tells_of_an_object(
+    one: dict[str, Any], same: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert version_of(Object(**one)) == version_of(Object(**same))
+    assert version_of(Object(**one)) != version_of(Object(**other))
+
+
+def test_a_remote_input_of_the_same_size_that_changed_is_noticed(
+    server: ThreadedEndpoint, link: ForeignLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = put("in.jsonl", 9)
+    run(spec(source), link)
+    assert run(spec(source, on_changed_input="fail"), link).manifest.reused == 9
+    text = UPath(source).read_text()
+    UPath(source).write_text(text.replace("p3", "q3"))
+    with pytest.raises(BatchFailed, match="the input changed since an earlier try"):
+        run(spec(source, on_changed_input="fail"), link)
+    with caplog.at_level("WARNING"):
+        result = run(spec(source), link)
+    assert (result.manifest.reused, result.manifest.changed) == (8, 1)
+    assert "1 changed and run again (the input changed)" in caplog.text
