@@ -87,10 +87,11 @@ def messages(value: Any, table: bool) -> Any:
     if isinstance(value, str):
         found = json_of(value, "[")
         return value if found is None else found
-    if table and isinstance(value, list):
-        return [_used(each) if isinstance(each, dict) else each for each in value]
-    return value
+    return _used(value) if table else value
 
 
-def _used(message: dict[str, Any]) -> dict[str, Any]:
-    return {name: part for name, part in message.items() if part is not None}
+def _used(value: Any) -> Any:
+    """Without the fields that have no value."""
+    if isinstance(value, dict):
+        return {name: _used(part) for name, part in value.items() if part is not None}
+    return [_used(part) for part in value] if isinstance(value, list) else value

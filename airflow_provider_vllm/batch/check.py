@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,17 +99,29 @@ def _check_url(text: str, to_path: ToPath) -> None:
 
 def _check_header(spec: BatchSpec, sources: tuple[Source, ...]) -> None:
     """A table whose columns make no row is known before any server is started."""
-    for source in sources:
-        if source.format not in ("csv", "parquet"):
-            continue
+    tables = [source for source in sources if source.format in ("csv", "parquet")]
+    every: dict[str, None] = {}
+    for source in tables:
         names = column_names(source)
+        every.update(dict.fromkeys(names))
         if (what := lacks(spec, names)) is None:
             continue
         other = next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), None)
         hint = f"; it seems to be separated by {other!r}: use commas" if other else ""
         raise InvalidPrompts(
-            f"input_path {source.name}: {what}; its columns are {', '.join(map(repr, names))}{hint}"
+            f"input_path {source.name}: {what}; its columns are {_listed(names)}{hint}"
         )
+    missing = [name for name in spec.param_columns if name not in every]
+    if missing and sources and len(tables) == len(sources):
+        raise InvalidPrompts(
+            f"param_columns: the input has no column {_listed(missing)}; its columns are {_listed(every)}"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """At most twenty names."""
+    shown = [repr(name) for name in names]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
 
 
 def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath) -> None:

@@ -14,7 +14,6 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
 import orjson
@@ -30,7 +29,7 @@ from airflow_provider_vllm.batch.sources import (
     local_path,
     records,
 )
-from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
 CARRIED = 1 << 26  # characters of one CSV record
@@ -244,7 +243,8 @@ def merge(
 
 
 def _join(parts: list[str], target: str, to_path: ToPath) -> None:
-    kinds = {PurePosixPath(part.lower().removesuffix(".gz")).suffix for part in (*parts, target)}
+    suffixes = {suffix_of(part) for part in (*parts, target)}
+    kinds = {suffix if suffix in (".csv", ".parquet") else ".jsonl" for suffix in suffixes}
     if len(kinds) > 1:
         raise InvalidInput(f"merge cannot turn one format into another: {', '.join(sorted(kinds))}")
     with results.replacing(target, to_path) as file:

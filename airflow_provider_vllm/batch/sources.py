@@ -29,7 +29,7 @@ from airflow_provider_vllm.batch.parquet_rows import (
     parquet_rows,
 )
 from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, RecordError, Source
-from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.batch.version import version_of
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
@@ -41,7 +41,6 @@ SUFFIXES = {
     ".json": "jsonl",
     ".csv": "csv",
     ".parquet": "parquet",
-    ".pq": "parquet",
     ".txt": "text",
     ".text": "text",
 }
@@ -105,8 +104,7 @@ def _exists(path: Any) -> bool:
 
 
 def _kind(name: str) -> str:
-    stem = name.lower().removesuffix(".gz")
-    kind = SUFFIXES.get(stem[stem.rfind(".") :] if "." in stem else "")
+    kind = SUFFIXES.get(suffix_of(name))
     if kind is None:
         raise InvalidPrompts(
             f"input_path {name}: its suffix says no format; set input_format to jsonl, csv, parquet or text"
@@ -117,8 +115,13 @@ def _kind(name: str) -> str:
 def _source(name: str, path: Any, wanted: str | None) -> Source:
     try:
         if path.is_dir():
+            files = f"{name.rstrip('/')}/*{suffix if (suffix := suffix_of(name)) in SUFFIXES else '.jsonl'}"
             raise InvalidPrompts(
-                f"input_path {name} is a directory; name its files, for example {name}/*.jsonl"
+                f"input_path {name} is a directory; name its files, for example {files}"
+            )
+        if is_local(path) and path.exists() and not path.is_file():
+            raise InvalidPrompts(
+                f"input_path {name} is a pipe or a device, and the input is read several times; write it to a file"
             )
         kind = wanted or _kind(name)
         with path.open("rb") as file:

@@ -16,6 +16,9 @@ from typing import Any, Literal
 from airflow_provider_vllm.batch.api import ALIASES, CHAT, GENERATING, NAMES, RESPONSES
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
+NOT_WRITTEN = frozenset(
+    [".arrow", ".avro", ".bz2", ".feather", ".orc", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"]
+)
 FORMATS = ("jsonl", "csv", "parquet", "text")
 MAX_CONCURRENCY = 4096
 MAX_PACK = 256
@@ -114,9 +117,8 @@ class BatchSpec:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the output without `.gz`, lower case; empty without an output."""
-        name = (self.output_path or "").lower().removesuffix(".gz")
-        return name[name.rfind(".") :] if "." in name.rsplit("/", 1)[-1] else ""
+        """Suffix of the output as `suffix_of` gives it; empty without an output."""
+        return suffix_of(self.output_path or "")
 
     @property
     def form(self) -> str:
@@ -147,6 +149,13 @@ class BatchSpec:
     def replace(self, **changes: Any) -> BatchSpec:
         """A copy with other values, validated again."""
         return dataclasses.replace(self, **changes)
+
+
+def suffix_of(path: str) -> str:
+    """What says the form of a file: its suffix without `.gz`, lower case, one for each form."""
+    name = path.lower().removesuffix(".gz").rsplit("/", 1)[-1]
+    suffix = name[name.rfind(".") :] if "." in name else ""
+    return ".parquet" if suffix == ".pq" else suffix
 
 
 def schema_of(output_schema: Any) -> dict[str, Any] | None:
@@ -290,6 +299,10 @@ def _output(spec: BatchSpec) -> None:
     if spec.output_path is not None and spec.output_path in spec.paths:
         raise InvalidPrompts(
             f"output_path is the input {spec.output_path}: it would be overwritten; name another file"
+        )
+    if spec.suffix in NOT_WRITTEN:
+        raise InvalidInput(
+            f"output_path {spec.output_path}: {spec.suffix} is not written; name it .jsonl, .csv or .parquet"
         )
     if spec.suffix == ".csv" and spec.form == "openai":
         raise InvalidInput(

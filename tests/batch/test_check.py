@@ -84,6 +84,31 @@ def test_missing_file_directory_and_glob_without_a_hit(tmp_path: Path) -> None:
         check_inputs(spec(tmp_path / "no*.jsonl", tmp_path / "out.jsonl"))
 
 
+def test_parameters_that_are_no_columns(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.csv", tmp_path / "two.csv"
+    one.write_text("prompt,temperature\na,1\n")
+    two.write_text("prompt,seed\na,1\n")
+    both = [str(one), str(two)]
+    check_inputs(
+        BatchSpec(input_path=both, output_path=str(tmp_path / "o.csv"), param_columns=["seed"])
+    )
+    with pytest.raises(InvalidPrompts, match="no column 'heat'; its columns are 'prompt', 'temp"):
+        check_inputs(spec(one, tmp_path / "o.csv", param_columns=["temperature", "heat"]))
+
+
+def test_a_pipe_is_no_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in.jsonl")
+    for path in (tmp_path / "in.jsonl", Path("/dev/null")):
+        with pytest.raises(InvalidPrompts, match="is a pipe or a device"):
+            check_inputs(spec(path, tmp_path / "out.jsonl", input_format="jsonl"))
+
+
+def test_a_directory_of_parquet_files(tmp_path: Path) -> None:
+    (tmp_path / "in.parquet").mkdir()
+    with pytest.raises(InvalidPrompts, match=r"for example \S+/in\.parquet/\*\.parquet$"):
+        check_inputs(spec(tmp_path / "in.parquet", tmp_path / "out.jsonl"))
+
+
 def test_no_permission_to_read(source: Path, tmp_path: Path) -> None:
     source.chmod(0)
     with without_power(tmp_path), pytest.raises(InvalidPrompts, match="cannot be read"):

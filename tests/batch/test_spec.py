@@ -48,6 +48,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "output_schema needs an endpoint",
     ),
     ({"prompts": ["a"], "output_path": "x.csv", "output_format": "openai"}, "JSON lines"),
+    ({"prompts": ["a"], "output_path": "x.XLSX"}, ".xlsx is not written"),
+    ({"prompts": ["a"], "output_path": "x.jsonl.zst"}, ".zst is not written"),
+    ({"prompts": ["a"], "output_path": "x.pq", "output_format": "openai"}, "Parquet"),
     ({"prompts": ["a"], "output_path": "x.parquet.gz"}, "Parquet"),
     ({"prompts": ["a"], "input_format": "xml"}, "input_format"),
 ]
@@ -69,6 +72,8 @@ def test_short_names_and_suffixes() -> None:
     assert BatchSpec(prompts=["a"], endpoint="chat/completions").endpoint == "/v1/chat/completions"
     assert BatchSpec(prompts=["a"], output_path="s3://b.c/x.csv.gz").form == "columns"
     assert BatchSpec(prompts=["a"], output_path="s3://b.c/x").suffix == ""
+    assert BatchSpec(prompts=["a"], output_path="out/day.2026-01-02").form == "openai"
+    assert BatchSpec(prompts=["a"], output_path="x.pq").form == "columns"
     assert BatchSpec(prompts=["a"], output_path=Path("x.csv")).output_path == "x.csv"  # type: ignore[arg-type]
 
 
