@@ -120,7 +120,7 @@ def write_columns(
             raise BatchFailed(f"the input was changed while the batch ran; {PUT_BACK}")
         before()
 
-    with results.replacing(spec.output_path, to_path, unchanged) as file:
+    with results.replacing(spec.output_path, to_path, unchanged, journal.size()) as file:
         try:
             written = _write(spec, sources, journal, rows, file)
         except (InvalidPrompts, Damaged) as error:

@@ -288,7 +288,7 @@ class Journal:
     def _still_needed(self, unwritten: int) -> int:
         """About how many bytes the rows without a record will take, to judge by those that have one."""
         base = self._next & ~OFFSET_MASK
-        own = sum(1 for mark in self._marks if mark >> 1 >= base)
+        own = sum(1 for mark in self._marks if mark >> 1 > base)
         left = sum(1 for mark in self._marks if not mark)
         each = ((self._next & OFFSET_MASK) - 1) / max(own, 1)
         return unwritten + int(each * left)

@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,28 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def start_child(
-    folder: Path, base_url: str, spec: dict[str, Any], *, limit_bytes: int = 0
+    folder: Path,
+    base_url: str,
+    spec: dict[str, Any],
+    *,
+    limit_bytes: int = 0,
+    die_at: int = 0,
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """A batch in a process of its own, which may be killed. `limit_bytes`: its largest file."""
-    arguments = {"spec": spec, "journal": str(folder), "url": base_url, "limit": limit_bytes}
+    """A batch in a process of its own, which may be killed.
+
+    `limit_bytes`: its largest file; `die_at`: the write before which it kills itself (-1: none, they are counted);
+    `prefix`: the command that runs it.
+    """
+    arguments = {
+        "spec": spec,
+        "journal": str(folder),
+        "url": base_url,
+        "limit": limit_bytes,
+        "die_at": die_at,
+    }
     return subprocess.Popen(
-        [sys.executable, str(CHILD), json.dumps(arguments)],
+        [*prefix, sys.executable, str(CHILD), json.dumps(arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
