@@ -98,11 +98,24 @@ def blame(
     strong = [s.event.number for s in others if s.event.kind != "native" and s.strength == STRONG]
     first = min(strong, default=life.last + 1)
     best = min(others, key=lambda suspect: suspect.rank(first), default=None)
+    if best is not None and _follows_a_death(best, repeated):
+        best = None
     return Blame(
         best,
         tuple(sorted(repeated, key=lambda event: event.number)),
         min(interrupts, key=lambda suspect: suspect.event.number, default=None),
         tuple(suspect.event.message for suspect in others),
+    )
+
+
+def _follows_a_death(suspect: Suspect, repeated: Sequence[Event]) -> bool:
+    """Whether a process only lost contact with another one that had died before: it knows no more."""
+    rule = suspect.rule
+    if rule is None or not rule.victim or rule.group != "communication":
+        return False
+    return any(
+        event.number < suspect.event.number and wrappers.DEATH.match(event.first_line)
+        for event in repeated
     )
 
 

@@ -264,7 +264,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="cuda_oom",
         group="capacity",
-        pattern=rf"(?:{_OOM}){_TRIED}|torch\.cuda\.OutOfMemoryError",
+        pattern=rf"(?:{_OOM}){_TRIED}|torch\.cuda\.OutOfMemoryError|may be caused by insufficient memory to allocate the weight",
         explanation="The GPU ran out of memory.",
         first_action="See with nvidia-smi who else uses the GPU; then lower gpu_memory_utilization or max_model_len.",
         launch=True,
@@ -272,6 +272,7 @@ RULES: tuple[Rule, ...] = (
         examples=(
             "(Worker pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:1063] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
             "(EngineCore pid=104) ERROR 05-05 12:36:59 [core.py:1129] torch.AcceleratorError: CUDA error: out of memory",
+            "(EngineCore pid=104) ERROR 05-05 12:36:59 [core.py:1129] RuntimeError: Failed to create unquantized linear weights. This may be caused by insufficient memory to allocate the weight.",
         ),
         near_misses=("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62",),
     ),
@@ -304,13 +305,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="host_memory",
         group="capacity",
-        pattern=r"^MemoryError\b|DefaultCPUAllocator: can't allocate memory|\[Errno 12\] Cannot allocate memory|std::bad_alloc|CUDA error: .*cudaHostAlloc|Unable to allocate .* for an array with shape",
+        pattern=r"^MemoryError(?::? *$|: Unable to)|Too large swap space|DefaultCPUAllocator: can't allocate memory|\[Errno 12\] Cannot allocate memory|std::bad_alloc|CUDA error: .*cudaHostAlloc|Unable to allocate .* for an array with shape",
         explanation="The host (not the GPU) refused memory.",
         first_action="Give the server more host memory or a higher limit (ulimit -v, the container's limit).",
         launch=False,
         request=None,
         examples=(
             "MemoryError",
+            "ValueError: Too large swap space. 64.00 GiB out of the 62.80 GiB total CPU memory is allocated for the swap space.",
             "(Worker pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:953] RuntimeError: [enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)",
         ),
     ),

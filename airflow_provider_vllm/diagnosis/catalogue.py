@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *kernel_hardware.RULES,
     *communication.RULES,
     *dead_process.RULES,
+    *request.GENERIC,
     *model_config.GENERIC,
 )
 NATIVE: re.Pattern[str] = re.compile(

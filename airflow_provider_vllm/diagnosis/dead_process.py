@@ -10,7 +10,7 @@ INTERRUPTS: tuple[Rule, ...] = (
     Rule(
         id="killed_by_scheduler",
         group="dead_process",
-        pattern=r"slurmstepd: error: .*(?:DUE TO TIME LIMIT|CANCELLED AT)|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|PBS: job killed|TERM_RUNLIMIT|KeyboardInterrupt: terminated|^(?:Hangup|Terminated)$",
+        pattern=r"slurmstepd: error: .*(?:DUE TO TIME LIMIT|CANCELLED AT)|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|PBS: job killed|TERM_RUNLIMIT|KeyboardInterrupt: terminated|\*\*\* SIGTERM received at time=|^(?:Hangup|Terminated)$",
         explanation="The batch system or the platform ended the job; vLLM did nothing wrong.",
         first_action="Ask for a longer time limit, or send fewer requests per job.",
         launch=True,
@@ -19,6 +19,7 @@ INTERRUPTS: tuple[Rule, ...] = (
         interrupts=True,
         examples=(
             "slurmstepd: error: *** JOB 4242 ON gpu-07 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***",
+            "(EngineCore pid=7) *** SIGTERM received at time=1764590400 on cpu 3 ***",
         ),
         near_misses=("slurmstepd: error: Detected 1 oom_kill event in StepId=4242.batch.",),
     ),
@@ -60,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="native_crash",
         group="dead_process",
-        pattern=r"\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL)\b.* received|Fatal Python error: (?P<what>Segmentation fault|Aborted|Bus error|Illegal instruction)|^(?:free\(\): |malloc\(\): |double free or corruption|munmap_chunk\(\)|corrupted (?:size|double)|\*\*\* stack smashing)|terminate called (?:after throwing|without an active)|Segmentation fault \(core dumped\)|!!!!!!! Segfault encountered|Bus error \(core dumped\)|Caught signal 11|Aborted \(core dumped\)|Illegal instruction \(core dumped\)",
+        pattern=r"\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL)\b.* received|Fatal Python error: (?P<what>Segmentation fault|Aborted|Bus error|Illegal instruction)|^(?:free\(\): |malloc\(\): |double free or corruption|munmap_chunk\(\)|corrupted (?:size|double)|\*\*\* stack smashing)|terminate called (?:after throwing|without an active)|(?:Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception)\s+\(core dumped\)|!!!!!!! Segfault encountered|Caught signal 11",
         explanation="Native code crashed a process (segmentation fault, abort or corrupted heap).",
         first_action="Read the frames under this line: the first library that is not Python's names the owner; then start once with enforce_eager.",
         launch=True,
@@ -73,6 +74,7 @@ RULES: tuple[Rule, ...] = (
             "*** SIGSEGV received at time=1735689600 on cpu 12 ***",
             "Fatal Python error: Segmentation fault",
             "free(): double free detected in tcache 2",
+            "./serve.sh: line 3:    31 Illegal instruction     (core dumped) vllm serve /data/m",
         ),
         near_misses=("Process finished with exit code 0",),
     ),

@@ -124,6 +124,8 @@ def _interrupted(case: _Case) -> Diagnosis | None:
 
 def _came_to_a_bad_end(case: _Case) -> bool:
     life, suspect = case.life, case.blame.suspect
+    if _ended_with_its_script(case):
+        return False
     if life.fatal is not None:
         return True
     if case.exit_status not in (None, 0) or silent.was_killed(case.records):
@@ -138,6 +140,14 @@ def _came_to_a_bad_end(case: _Case) -> bool:
             and suspect.rule.group in ("dead_process", "kernel_hardware", "capacity")
         )
     return suspect.strength >= VICTIM or case.exit_status is not None or bool(case.blame.wrappers)
+
+
+def _ended_with_its_script(case: _Case) -> bool:
+    """A script that came to its end takes the engine with it, which one logged line then regrets."""
+    said = case.blame
+    only_logged = all(event.kind == "logged" for event in said.wrappers)
+    ended_well = case.life.finished and case.exit_status in (None, 0)
+    return ended_well and said.suspect is None and only_logged
 
 
 def _named(case: _Case, suspect: Suspect) -> Diagnosis:
@@ -167,9 +177,10 @@ def _unrecognised(case: _Case, suspect: Suspect) -> Diagnosis:
     where = f", raised at {place.replace(':', ' in ')}" if place else ""
     kind = re.split(r"[:\s]", event.first_line, maxsplit=1)[0].rsplit(".", 1)[-1]
     strong = suspect.strength == STRONG
+    serving = case.life.serving is not None and event.number > case.life.serving
     return Diagnosis(
         verdict="failed",
-        group=guess_group(event),
+        group=guess_group(event, serving),
         cause="unrecognised",
         explanation=f"No rule knows this failure: {kind}{where}.",
         first_action="Read the root line; it is the first failure of the deepest process.",

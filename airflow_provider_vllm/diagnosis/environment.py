@@ -63,6 +63,51 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="cuda_driver_mismatch",
+        group="environment",
+        pattern=r"Error 80[34]|unsupported display driver / cuda driver combination|forward compatibility was attempted on non supported HW|CUDA driver version is insufficient for CUDA runtime version",
+        explanation="The GPU's driver and the CUDA libraries of this environment or container do not fit each other.",
+        first_action="Update the host's driver, or take the vLLM build for the CUDA version that nvidia-smi shows.",
+        launch=False,
+        request=None,
+        examples=(
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have already set an error? Error 803: system has unsupported display driver / cuda driver combination",
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted on non supported HW",
+        ),
+        near_misses=(
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have already set an error? Error 802: system not yet initialized",
+        ),
+    ),
+    Rule(
+        id="gpu_taken",
+        group="environment",
+        pattern=r"CUDA-capable device\(s\) is/are busy or unavailable|all CUDA-capable devices are busy|cudaErrorDevicesUnavailable",
+        explanation="The GPU lets nobody else in: another process has it in exclusive mode, or its MIG or container set-up hides it.",
+        first_action="See with nvidia-smi who uses the GPU and its compute mode; the next start must find it free.",
+        launch=True,
+        request=None,
+        confidence=0.85,
+        examples=(
+            "(Worker_TP0 pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:953] torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        ),
+    ),
+    Rule(
+        id="command_not_started",
+        group="environment",
+        pattern=r"^guard: cannot start (?P<command>\S+): (?P<why>[^\n]+)|^(?:\S+: )?(?:line \d+: |\d+: )?(?P<shell>[\w./+-]*(?:vllm|python[\d.]*)): (?:command )?not found$|executable file not found in \$PATH|^\S*python[\d.]*: (?P<python>No module named vllm\S*|can't open file [^\n]+)",
+        explanation="The server's command could not be started: {why}{shell}{python}.",
+        first_action="Give an interpreter that has vLLM ([vllm] python or the spec's python), or correct command, on the worker that runs the task.",
+        launch=False,
+        request=None,
+        native=True,
+        examples=(
+            "guard: cannot start /opt/none/python: [Errno 2] No such file or directory",
+            "bash: line 1: vllm: command not found",
+            "/usr/bin/python3: No module named vllm.entrypoints.openai.api_server",
+        ),
+        near_misses=("sh: 1: nvcc: not found",),
+    ),
+    Rule(
         id="cuda_in_forked_process",
         group="environment",
         pattern=r"Cannot re-initialize CUDA in forked subprocess",
@@ -175,6 +220,19 @@ RULES: tuple[Rule, ...] = (
         ),
         near_misses=(
             "(APIServer pid=1) WARNING 11-30 09:47:15 [_custom_ops.py:20] Failed to import from vllm._C with ImportError('libcuda.so.1: cannot open shared object file')",
+        ),
+    ),
+    Rule(
+        id="transformers_mismatch",
+        group="environment",
+        pattern=r"'(?P<config>[\w-]+)' is already used by a Transformers config|has no attribute '?all_special_tokens_extended",
+        explanation="The installed transformers does not fit this vLLM release.",
+        first_action="Install the transformers version that this vLLM release asks for (pip install vllm in a fresh environment does).",
+        launch=False,
+        request=None,
+        examples=(
+            "ValueError: 'aimv2' is already used by a Transformers config, pick another name.",
+            "AttributeError: Qwen2Tokenizer has no attribute all_special_tokens_extended",
         ),
     ),
     Rule(

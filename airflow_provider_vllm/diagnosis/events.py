@@ -165,7 +165,7 @@ class _Parser:
             text = text[stream.indent :]
         found = _FRAME.match(text)
         if found:
-            path = "/".join(re.split(r"[/\\]", found["path"])[-3:])
+            path = _inside(found["path"])
             stream.frames.append(f"{path}:{(found['name'] or '').strip()}")
             stream.strange = 0
             return
@@ -270,6 +270,16 @@ class _Parser:
         if stream.state != "idle":
             stream.owner = stream.header = stream.logged = None
         stream.state, stream.event = "idle", None
+
+
+def _inside(path: str) -> str:
+    """The path of a source file from its package on; of others the last three parts."""
+    parts = re.split(r"[/\\]", path)
+    for folder, skipped in (("site-packages", 1), ("dist-packages", 1), ("vllm", 0)):
+        if folder in parts:
+            at = len(parts) - 1 - parts[::-1].index(folder)
+            return "/".join(parts[at + skipped :])
+    return "/".join(parts[-3:])
 
 
 def _may_be_native(record: Record) -> bool:

@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="no_kernel_image",
         group="kernel_hardware",
-        pattern=r"no kernel image is available for execution|invalid device function|UnsupportedPtxVersion|PTX was compiled with an unsupported toolchain|CUDA error: the provided PTX|invalid device symbol|no kernel found for|not compiled (?:for|with) (?:sm_|SM|your)|compute capability .{0,40} not (?:supported|compatible) with the current PyTorch|is not compatible with the current PyTorch installation",
+        pattern=r"No supported CUDA architectures found|Assertion error \([^)]*\): Unsupported architecture|no kernel image is available for execution|invalid device function|UnsupportedPtxVersion|PTX was compiled with an unsupported toolchain|CUDA error: the provided PTX|invalid device symbol|no kernel found for|not compiled (?:for|with) (?:sm_|SM|your)|compute capability .{0,40} not (?:supported|compatible) with the current PyTorch|is not compatible with the current PyTorch installation",
         explanation="This build holds no code for this GPU (or its driver is older than the build).",
         first_action="Install a vLLM and torch build for this GPU's compute capability, or update the driver.",
         launch=False,
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="attention_kernel_failed",
         group="kernel_hardware",
-        pattern=r"Batch(?:Prefill|Decode)WithPagedKVCache\w*(?:::\w+)?.{0,400}?(?:failed with error (?P<what>[^\n]+)|CUDA Error)|FlashAttention only supports|flash_attn.*(?:only supports|not support)|head_size .{0,30}not supported|TllmGenFmhaRunner|FlashMLA .{0,30}(?:not|only)|This flash attention build does not support|varlen_fwd\(\)",
+        pattern=r"Batch(?:Prefill|Decode)WithPagedKVCache\w*(?:::\w+)?.{0,400}?(?:failed with error (?P<what>[^\n]+)|CUDA Error)|FlashAttention only supports|only supported in FlashAttention|flash_attn.*(?:only supports|not support)|head_size .{0,30}not supported|TllmGenFmhaRunner|FlashMLA .{0,30}(?:not|only)|This flash attention build does not support|varlen_fwd\(\)",
         explanation="The attention kernel refused or failed: {what}",
         first_action="Start once with another attention backend (attention_backend, VLLM_ATTENTION_BACKEND) and enforce_eager.",
         launch=True,
@@ -210,7 +210,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="cuda_not_ready",
         group="kernel_hardware",
-        pattern=r"Error 80[234]|system not yet initialized|CUDA driver initialization failed|CUDA unknown error|cudaGetDeviceCount\(\)\. Did you run|CUDA error: (?:unknown error|initialization error)|forward compatibility was attempted on non supported HW|operation not supported on this OS",
+        pattern=r"Error 802|system not yet initialized|CUDA driver initialization failed|CUDA unknown error|cudaGetDeviceCount\(\)\. Did you run|CUDA error: (?:unknown error|initialization error)|operation not supported on this OS",
         explanation="The GPU's driver stack is not ready (fabric manager, driver and library versions that differ).",
         first_action="Check nvidia-smi; on NVSwitch machines start nvidia-fabricmanager of the driver's version; after a driver update restart the host.",
         launch=False,

@@ -48,6 +48,20 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="unknown_parser",
+        group="model_config",
+        pattern=r"invalid (?:tool call|reasoning) parser: (?P<parser>[^\s']+)|(?:Tool|Reasoning) parser '(?P<name>[^']+)' not found|requires --(?P<missing>(?:tool-call|reasoning)-parser)|reasoning_parser_name=\S* has not been registered",
+        explanation="The parser of tool calls or reasoning is missing or unknown to this vLLM release: {parser}{name}{missing}.",
+        first_action="Set tool_call_parser (reasoning_parser) to one that this release lists; newer models need a newer vLLM.",
+        launch=False,
+        request=None,
+        examples=(
+            "KeyError: 'invalid tool call parser: qwen9 (chose from { hermes,llama3_json,mistral })'",
+            "KeyError: \"Tool parser 'qwen9' not found.\"",
+            "TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser",
+        ),
+    ),
+    Rule(
         id="max_model_len_above_model_limit",
         group="model_config",
         pattern=r"(?:Value error, )?User-specified max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \((?:\w+=(?P<derived>[\d.]+)|None)(?: or (?:model_max_length=)?(?:(?P<tokenizer>\d[\d.]*)|None))?",
@@ -263,7 +277,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="tokenizer_broken",
         group="model_config",
-        pattern=r"Can't load (?:the )?tokenizer|Tokenizer class \S+ does not exist|Couldn't instantiate the backend tokenizer|TypeError: not a string|Unable to load (?:vocabulary|tokenizer)|data did not match any variant of untagged enum|Unrecognized (?:processing|feature extractor) class|Can't load (?:the )?(?:image processor|feature extractor|processor)|has no attribute 'all_special_tokens_extended'|sentencepiece.*(?:Error|not found)|ModelWrapper|tokenizer file .* not found",
+        pattern=r"Can't load (?:the )?tokenizer|Tokenizer class \S+ does not exist|Couldn't instantiate the backend tokenizer|TypeError: not a string|Unable to load (?:vocabulary|tokenizer)|data did not match any variant of untagged enum|Unrecognized (?:processing|feature extractor) class|Can't load (?:the )?(?:image processor|feature extractor|processor)|No tokenizer file found|sentencepiece.*(?:Error|not found)|ModelWrapper|tokenizer file .* not found",
         explanation="The tokenizer's files are missing or broken.",
         first_action="Put the model's tokenizer files beside its weights (tokenizer.json, tokenizer_config.json), or set tokenizer.",
         launch=False,
@@ -381,7 +395,7 @@ GENERIC: tuple[Rule, ...] = (
     Rule(
         id="invalid_engine_argument",
         group="model_config",
-        pattern=r"^TypeError: Error: --|validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|^(?:\w+\.)*(?:ValueError|NotImplementedError|VLLMValidationError|AssertionError|RuntimeError): (?=[^\n]*(?:(?:is|are) (?:only|not|currently not|not yet) (?:supported|compatible|available|implemented)\b|only [^\n]{1,80} (?:is|are) supported|(?:not|isn't|doesn't) (?:supported|support|compatible) (?:with|for|in|on|by|when|yet|the)\b|does not support|must be (?:one of|in|greater|less|between|set|at least|positive|divisible)|should be (?:one of|greater|less|between|set)|[Pp]lease (?:set|use|specify|upgrade|disable|enable)|[Uu]nsupported|[Ii]nvalid (?:value|choice|argument)|not supported\.?$))(?![^\n]*\binput tensor)",
+        pattern=r"^TypeError: Error: --(?!enable-auto-tool)|validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|^(?:\w+\.)*(?:ValueError|NotImplementedError|VLLMValidationError|AssertionError|RuntimeError): (?=[^\n]*(?:(?:is|are) (?:only|not|currently not|not yet) (?:supported|compatible|available|implemented)\b|only [^\n]{1,80} (?:is|are) supported|(?:not|isn't|doesn't) (?:supported|support|compatible) (?:with|for|in|on|by|when|yet|the)\b|does not support|must be (?:one of|in|greater|less|between|set|at least|positive|divisible)|should be (?:one of|greater|less|between|set)|[Pp]lease (?:set|use|specify|upgrade|disable|enable)|[Uu]nsupported|[Ii]nvalid (?:value|choice|argument)|not supported\.?$))(?![^\n]*\binput tensor)",
         explanation="vLLM refuses the configuration: the root line says which part.",
         first_action="Change that one argument as the root line says.",
         launch=False,

@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="hub_unreachable",
         group="network_auth",
-        pattern=r"Temporary failure in name resolution|Name or service not known|NameResolutionError|Max retries exceeded with url|MaxRetryError|SSLError|SSLCertVerificationError|CERTIFICATE_VERIFY_FAILED|We couldn't connect to 'https://\S+'|LocalEntryNotFoundError|(?:Read|Connect)Timeout.{0,80}huggingface|ConnectionError: .{0,60}(?:huggingface|hf\.co|modelscope|resolve/main)|ProxyError|Network is unreachable|Consistency check failed|(?:50[0234]) Server Error.{0,60}huggingface|IncompleteRead|ChunkedEncodingError|ProtocolError: .*Connection broken|xet.{0,40}(?:[Ee]rror|[Ff]ail)",
+        pattern=r"Temporary failure in name resolution|Name or service not known|NameResolutionError|Max retries exceeded with url|MaxRetryError|SSLError|SSLCertVerificationError|CERTIFICATE_VERIFY_FAILED|We couldn't connect to 'https://\S+'|LocalEntryNotFoundError|(?:Read|Connect)Timeout.{0,80}huggingface|ConnectionError: .{0,60}(?:huggingface|hf\.co|modelscope|resolve/main)|ProxyError|Network is unreachable|Consistency check failed|(?:50[0234]) Server Error.{0,60}huggingface|IncompleteRead|ChunkedEncodingError|ProtocolError: .*Connection broken|xet.{0,40}(?:[Ee]rror|[Ff]ail)|CAS service error|Data processing error: |ReqwestMiddleware",
         explanation="The model hub could not be reached, or the download broke.",
         first_action="Check this worker's network, proxy and DNS; or download the model beforehand and give its path.",
         launch=True,

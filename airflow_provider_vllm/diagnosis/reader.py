@@ -140,7 +140,8 @@ class Life:
             self._count(number, line)
             return
         if marks.boring:
-            self.finished = self.finished or marks.finished
+            if "Processed prompts:" in line:
+                self.finished = marks.finished
             if marks.served:
                 self.answered(number)
             if marks.stage is None and number - self.first > HEAD_LINES:

@@ -76,13 +76,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="multimodal_mismatch",
         group="request",
-        pattern=r"Attempted to assign .{1,120} tokens to \d+ placeholders|multimodal embeddings .{0,60}placeholders",
+        pattern=r"Encoder cache miss for|Attempted to assign .{1,120} tokens to \d+ placeholders|multimodal embeddings .{0,60}placeholders",
         explanation="The images, video or audio of a request did not become as many tokens as the prompt has places for.",
         first_action="Leave that request out and check its media and placeholders; upgrade vLLM, since this should not end the engine.",
         launch=True,
         request=False,
         confidence=0.85,
         examples=(
+            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] AssertionError: Encoder cache miss for 8f3a.",
             "ERROR 03-16 12:28:39 [core.py:340] ValueError: Attempted to assign 256 + 74 = 330 multimodal tokens to 332 placeholders",
         ),
     ),
@@ -122,6 +123,26 @@ RULES: tuple[Rule, ...] = (
         confidence=0.8,
         examples=(
             "ERROR 05-23 09:31:47 [core.py:396] RuntimeError: [10:00:00] /project/cpp/grammar_compiler.cc:100: Check failed",
+        ),
+    ),
+)
+
+GENERIC: tuple[Rule, ...] = (
+    Rule(
+        id="structured_output_failed",
+        group="request",
+        pattern=r"^\S",
+        frames=r"(?:structured_output|guided_decoding|xgrammar|outlines(?:_core)?|llguidance)/\S*(?:\n[^\n]*){0,4}$",
+        explanation="The engine failed while it made or followed the grammar of a request.",
+        first_action="Leave that request's schema out; upgrade vLLM, since one request should not end the engine.",
+        launch=True,
+        request=False,
+        confidence=0.8,
+        examples=(
+            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] EngineCore encountered a fatal error.\n"
+            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] Traceback (most recent call last):\n"
+            '(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340]   File "/srv/vllm/v1/structured_output/request.py", line 90, in get_structured_output_key\n'
+            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] ValueError: No valid structured output parameter found",
         ),
     ),
 )

@@ -36,6 +36,10 @@ WRAPPER = re.compile(
     r"|Worker VllmWorkerProcess pid \d+ died|^NoneType: None$"
     r"|^Error executing method |Exception in worker VllmWorkerProcess while processing method"
 )
+# Names a process that is gone.
+DEATH = re.compile(
+    r"^(?:Worker proc|Engine core proc|RayWorkerProc|Worker Vllm\w+ pid) \S+ died(?: unexpectedly)?"
+)
 # Repeats the message of the process that failed: good where that process's own lines are missing.
 QUOTE = re.compile(
     r"Worker failed with error ['\"](?P<text>.+)|Error executing method '?\w+'?\. This might cause"

@@ -116,6 +116,33 @@ def test_a_victim_is_blamed_only_where_nothing_else_failed() -> None:
     assert diagnose([START, LOADING, READY, victim, DEAD]).root_line == victim
 
 
+def test_who_waits_for_a_dead_worker_does_not_know_why_it_died() -> None:
+    engine = "(EngineCore pid=2) ERROR 11-30 10:00:00 "
+    log = [
+        *(START, LOADING, READY, OK),
+        f"{engine}[multiproc_executor.py:315] Worker proc Worker_TP1 died unexpectedly, shutting down.",
+        f"{engine}[core.py:1512] EngineCore encountered a fatal error.",
+        f"{engine}[core.py:1512] TimeoutError: RPC call to execute_model timed out.",
+    ]
+    found = diagnose(log)
+    assert (found.verdict, found.group, found.root_line) == ("failed", "dead_process", None)
+    assert found.process == "Worker_TP1"
+    found = diagnose([*log[:4], *log[5:]])
+    assert found.root_line == log[6]
+
+
+def test_the_end_of_a_script_is_no_death_of_its_engine() -> None:
+    prompts = "Processed prompts: {}|##| 4/4 [00:00<00:00, 10.58it/s]"
+    gone = (
+        "ERROR 01-07 20:00:59 [core_client.py:564] Engine core proc EngineCore_DP0 died unexpectedly,"
+        " shutting down client."
+    )
+    assert diagnose([START, LOADING, prompts.format("100%"), gone]).verdict == "healthy"
+    assert diagnose(
+        [START, LOADING, prompts.format("100%"), prompts.format(" 50%"), gone]
+    ).verdict == ("failed")
+
+
 def test_of_several_lives_the_last_is_judged_and_the_rest_mentioned() -> None:
     first = [START, LOADING, OOM, DEAD]
     second = [START, LOADING, READY, OK]
