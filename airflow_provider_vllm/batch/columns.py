@@ -7,7 +7,6 @@ every row of the input is in the output, in order; a failed one has a null answe
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 import sys
@@ -19,6 +18,7 @@ import orjson
 
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
+from airflow_provider_vllm.batch.csv_rows import CsvWriter
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
 from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
@@ -175,11 +175,11 @@ def _write_csv(
 ) -> int:
     header = [*_kinds(spec, sources), spec.answer_column, spec.error_column]
     text = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=False)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
+    writer = CsvWriter(text)
+    writer.row(header)
     count = 0
     for row in _merged(spec, sources, answers):
-        writer.writerow([_cell(row.get(name)) for name in header])
+        writer.row([_cell(row.get(name)) for name in header])
         count += 1
     text.flush()
     text.detach()

@@ -1,4 +1,4 @@
-"""A CSV file in; its records out, each with the line that it begins at.
+"""A CSV file in; its records out, each with the line that it begins at. And rows in, CSV out.
 
 The format is that of RFC 4180. Invariants: what breaks it is one broken record of one line, and reading goes on
 with the next line, so a quote that is never closed takes no other row along; of one record at most `held`
@@ -109,6 +109,19 @@ class CsvRows:
         else:
             self._wrong = ("row_too_long", f"the row has {size / 1e6:.1f} MB")
         return shown
+
+
+class CsvWriter:
+    """Writes rows to an open text file, so that any reader finds each again."""
+
+    def __init__(self, file: Any) -> None:
+        self._plain = csv.writer(file, lineterminator="\n").writerow
+        self._quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL).writerow
+
+    def row(self, cells: list[Any]) -> None:
+        """One row. csv quotes no carriage return, which ends a line for many readers."""
+        bare = any(isinstance(cell, str) and "\r" in cell for cell in cells)
+        (self._quoted if bare else self._plain)(cells)
 
 
 class _Lines:

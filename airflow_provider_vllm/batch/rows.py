@@ -322,7 +322,7 @@ def lacks(spec: BatchSpec, columns: Collection[str]) -> str | None:
 
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
     hint = "; there is no comma after a row" if line.endswith(b",") else ""
-    return f"not JSON: {error}{hint}"
+    return f"not JSON: {error.msg} at character {error.pos + 1}{hint}"
 
 
 def _own_id(value: dict[str, Any]) -> str | None:

@@ -10,7 +10,6 @@ keeps the ids that rows without a `custom_id` get as they would be without shard
 
 from __future__ import annotations
 
-import csv
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import orjson
 
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.columns import nullable, parquet_schema, parquet_tables
-from airflow_provider_vllm.batch.csv_rows import csv_rows
+from airflow_provider_vllm.batch.csv_rows import CsvWriter, csv_rows
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import (
     ToPath,
@@ -174,7 +173,7 @@ def _csv_body(source: Source) -> Iterator[list[str]]:
 
 def _csv_line(cells: list[str]) -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
+    CsvWriter(text).row(cells)
     return text.getvalue().encode("utf-8", "surrogateescape")
 
 

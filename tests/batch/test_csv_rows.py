@@ -131,6 +131,25 @@ def test_broken_records_are_broken_in_their_shards(
     assert rows == [(str(n), n in (1, 3, 4, 7)) for n in range(1, 8)]
 
 
+@pytest.mark.parametrize(
+    "text", ["a\rb", "a\r\nb", '"', '"a', " a ", "a,b", "\u2028", "\ufeffa", "a\0b"]
+)
+def test_any_text_is_found_again(link: ForeignLink, tmp_path: Path, text: str) -> None:
+    target = tmp_path / "out.csv"
+    rows = [{"note": text, "prompt": f"[[say {text}]]"}, {"note": "z", "prompt": text}]
+    manifest = run(BatchSpec(prompts=rows, output_path=str(target)), link, tmp_path).manifest
+    merge([manifest.to_json()], str(tmp_path / "merged.csv"))
+    for path in (target, tmp_path / "merged.csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            found = list(csv.DictReader(file))
+        assert [row["note"] for row in found] == [text, "z"]
+        assert found[0]["response"] == text
+    again = BatchSpec(
+        input_path=str(target), output_path=str(tmp_path / "o.jsonl"), prompt_column="note"
+    )
+    assert check_inputs(again).extent.rows == 2
+
+
 def test_a_header_after_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("\n\nprompt\na\n")
     spec = BatchSpec(input_path=str(tmp_path / "in.csv"), output_path=str(tmp_path / "o.csv"))
