@@ -232,6 +232,7 @@ class SharedServer:
 
     def _use(self, running: Running) -> Endpoint:
         self._nonce, self._control = running.handle.nonce, running.control
+        self.renew()  # its lease may be about to end, and the first report is seconds away
         self._restarts.serves(time.monotonic())
         return _endpoint(running)
 
@@ -243,6 +244,7 @@ class SharedServer:
         self._control = ControlClient(
             self._handle.control_url, token_for(self._key, self._handle.nonce)
         )
+        self.renew()
         current = ServerState.from_json(self._control.status())
         if current.state != state.READY or not current.base_url:
             raise ServerLost(

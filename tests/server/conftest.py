@@ -39,7 +39,7 @@ def fake_spec(plan: dict[str, Any] | None = None, **fields: Any) -> ServerSpec:
     return ServerSpec(model="tiny", command=command, preflight="off", **given)
 
 
-def _options(given: dict[str, Any]) -> LaunchOptions:
+def options_of(given: dict[str, Any]) -> LaunchOptions:
     """The servers of a test run that is killed end with it."""
     return LaunchOptions(**{"owner": this_process(), **given})
 
@@ -52,10 +52,10 @@ class Servers:
     reports: list[str] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, server_id: str = "s", **options: Any) -> Running:
-        return start(spec, server_id, self.root, _options(options), report=self.reports.append)
+        return start(spec, server_id, self.root, options_of(options), report=self.reports.append)
 
     def launch(self, spec: ServerSpec, server_id: str = "s", **options: Any) -> ServerHandle:
-        return launch(spec, server_id, self.root, _options(options))
+        return launch(spec, server_id, self.root, options_of(options))
 
     def directory(self, server_id: str = "s") -> GenerationDir:
         found = self.root.newest(server_id)

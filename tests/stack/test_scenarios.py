@@ -29,6 +29,8 @@ NO_MEMORY = (
     "ValueError: No available memory for the cache blocks. "
     "Try increasing `gpu_memory_utilization` when initializing the engine."
 )
+# A lease that is short, and longer than Airflow takes from one task to the next.
+IDLE_S = 15
 KILLED = "The task was killed: it was marked or cleared"
 # A shared server's teardown may come before the kill.
 STOPPED = "while this batch ran, so this try does not start it again"
@@ -147,10 +149,10 @@ def execution_timeout_of_a_batch_with_its_own_server(scene: Scene) -> None:
 
 @scenario
 def dagrun_timeout_skips_the_teardown_and_the_lease_ends_the_server(scene: Scene) -> None:
-    run = scene.run("vllm_shared_run_times_out", prompts=SLOW, idle_timeout=8)
+    run = scene.run("vllm_shared_run_times_out", prompts=SLOW, idle_timeout=IDLE_S)
     assert run.finish() == "failed"
     run.wait(lambda: run.state("stop_vllm_server") == "skipped", "the teardown is skipped")
-    run.nothing_left(KILL_S + 8)
+    run.nothing_left(KILL_S + IDLE_S)
     assert [server.reason for server in run.servers()] == ["idle"]
 
 
@@ -160,7 +162,7 @@ def dagrun_timeout_skips_the_teardown_and_the_lease_ends_the_server(scene: Scene
 @scenario
 def work_is_marked_failed_then_cleared_with_only_failed(scene: Scene) -> None:
     """The second half: there is no server, so the batch starts it from the handle, and its lease ends it."""
-    run = scene.run("vllm_shared", prompts=SOME_SECONDS, idle_timeout=8)
+    run = scene.run("vllm_shared", prompts=SOME_SECONDS, idle_timeout=IDLE_S)
     run.wait_for_requests()
     run.mark("work", "failed")
     assert run.finish() == "failed"
@@ -181,7 +183,7 @@ def work_is_marked_failed_then_cleared_with_only_failed(scene: Scene) -> None:
     assert answers_of(run) == start_of(SOME_SECONDS)
     assert run.xcom("work", "manifest")["reused"] >= len(QUICK)
     assert "does not run" in run.log("work", 2)
-    run.nothing_left(within=15)
+    run.nothing_left(IDLE_S + 7)
     assert [server.reason for server in run.servers()] == ["asked", "idle"]
 
 
