@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_provider_vllm.batch.spec import suffix_of
+
+PROMPTS = "prompts"  # the name of a list as a source
+
 
 class Row:
     """One request. `key` is 16 hex digits.
@@ -42,7 +46,8 @@ class BadRow:
     @property
     def text(self) -> str:
         """Where it stands and what is wrong, for log and errors file."""
-        return f"{self.source}, line {self.line}: {self.message}"
+        lines = self.source != PROMPTS and suffix_of(self.source) != ".parquet"
+        return f"{self.source}, {'line' if lines else 'row'} {self.line}: {self.message}"
 
     @property
     def key(self) -> bytes:

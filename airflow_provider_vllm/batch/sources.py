@@ -28,6 +28,7 @@ from airflow_provider_vllm.batch.parquet_rows import (
     parquet_parts,
     parquet_rows,
 )
+from airflow_provider_vllm.batch.row import PROMPTS
 from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, RecordError, Source
 from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.batch.version import version_of
@@ -160,7 +161,7 @@ def _check_start(source: Source, start: bytes) -> None:
 def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
     """Every record in input order."""
     if spec.prompts is not None:
-        yield from (("prompts", index + 1, value) for index, value in enumerate(spec.prompts))
+        yield from ((PROMPTS, index + 1, value) for index, value in enumerate(spec.prompts))
         return
     for source in sources:
         yield from READERS[source.format](source, spec)

@@ -135,7 +135,8 @@ def test_one_error_row(
         line = BEFORE + 1 + (form == "csv")
         error = row["error"]
         assert (error["code"], error["file"], error["line"]) == (code, str(source), line)
-        assert error["message"].startswith(f"{source}, line {line}: ")
+        unit = "row" if form == "parquet" else "line"
+        assert error["message"].startswith(f"{source}, {unit} {line}: ")
     if table:
         with (tmp_path / "out.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))

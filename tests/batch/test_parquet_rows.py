@@ -52,7 +52,7 @@ def test_a_damaged_row_group(link: ForeignLink, tmp_path: Path, target: str, gro
     ]
     assert errors[0]["error"]["code"] == "damaged"
     assert (
-        f"in.parquet, line {group * GROUP + 1}: row group {group + 1} of 3"
+        f"in.parquet, row {group * GROUP + 1}: row group {group + 1} of 3"
         in errors[0]["error"]["message"]
     )
     if target == "out.parquet":
