@@ -55,13 +55,14 @@ def check(
     """
     deadline = time.monotonic() + budget_s
     child = {**allowed(environ), **spec.env}
-    gpus, gpu_findings = _gpus_of(spec, gpus, state_root)
+    chosen: list[Gpu] = []
+    gpu_findings = list(_safely("gpus", lambda: _gpu_findings(spec, gpus, state_root, chosen)))
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "interpreter": lambda: _command_findings(spec, gpus, child, python, budget_s),
+        "interpreter": lambda: _command_findings(spec, chosen, child, python, budget_s),
         "state-root": lambda: host.state_root_findings(state_root),
         "port": lambda: host.port_findings(spec.host, spec.port),
         "limits": lambda: host.limit_findings(Options.of(spec.engine_args).workers),
-        "model": lambda: _model_findings(spec, gpus, child, deadline),
+        "model": lambda: _model_findings(spec, chosen, child, deadline),
     }
     found = [*gpu_findings, *_together(checks, deadline + GRACE_S)]
     return tuple(sorted(found, key=lambda finding: finding.level != "error"))
@@ -107,25 +108,28 @@ def enforce(findings: Sequence[Finding], mode: str) -> None:
         )
 
 
-def _gpus_of(
-    spec: ServerSpec, gpus: Sequence[Gpu], state_root: Path
-) -> tuple[Sequence[Gpu], list[Finding]]:
-    """The GPUs that the server would get now, or, where it has to wait, some that it may get."""
+def _gpu_findings(
+    spec: ServerSpec, gpus: Sequence[Gpu], state_root: Path, chosen: list[Gpu]
+) -> Iterator[Finding]:
+    """Puts the GPUs that the server would get now into `chosen`, or, where it has to wait, some that it
+    may get."""
     asked = spec.gpus if spec.gpus is not None else min(1, len(gpus))
     wanted = asked if isinstance(asked, tuple) else ()
     count = len(wanted) if isinstance(asked, tuple) else asked
     try:
         locked = gpu_locks.locked(state_root / "locks")
     except InsecurePath as exc:
-        return (), [error("state-root", str(exc), "Set `[vllm] state_root` to another folder.")]
+        yield error("state-root", str(exc), "Set `[vllm] state_root` to another folder.")
+        return
     choice = choose(gpus, count, locked=locked, wanted=wanted)
     if isinstance(choice, Shortage) and choice.waiting_helps:
         choice = choose(gpus, count, wanted=wanted)
     if isinstance(choice, Shortage):
         message = str(choice) if gpus else f"{count} GPU(s) asked for: {driver_status()}."
-        return (), [error("gpu-count", message, "Set `gpus` to what this worker has.")]
+        yield error("gpu-count", message, "Set `gpus` to what this worker has.")
+        return
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    return [by_uuid[uuid] for uuid in choice], []
+    chosen += [by_uuid[uuid] for uuid in choice]
 
 
 def _command_findings(

@@ -226,6 +226,7 @@ def test_a_check_that_fails_itself_is_a_warning_that_names_it(
         raise RuntimeError("no such thing")
 
     for module, name, check in (
+        (preflight.gpu_locks, "locked", "gpus"),
         (preflight.model, "look_up", "model"),
         (preflight.model, "read_weights", "weights"),
         (preflight.lora, "findings", "lora"),
