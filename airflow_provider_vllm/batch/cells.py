@@ -76,10 +76,15 @@ def parameters(value: Any, table: bool) -> Mapping[str, Any]:
         value = dict(value)  # a Parquet map
     if not isinstance(value, dict):
         return {}
-    if not table:
-        return value
-    read = {name: parameter(name, cell) for name, cell in value.items()}
-    return {name: cell for name, cell in read.items() if cell is not None}
+    read = {
+        name: parameter(name, cell) if table or isinstance(cell, (float, Decimal)) else cell
+        for name, cell in value.items()
+    }
+    return {
+        name: cell
+        for name, cell in read.items()
+        if cell is not None or (value[name] is None and not table)
+    }
 
 
 def messages(value: Any, table: bool) -> Any:

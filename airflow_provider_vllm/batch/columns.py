@@ -6,6 +6,7 @@ every row of the input is in the output, in order; a failed one has a null answe
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -187,18 +188,30 @@ def _write_csv(
 
 
 def _cell(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return _plain(value)
     return _text(value) if isinstance(value, (str, dict, list)) else value
+
+
+def _plain(value: Any) -> str:
+    """What is no JSON, as text; bytes that are no UTF-8 as base64."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(value).decode()
 
 
 def _json(value: Any) -> bytes:
     """JSON of what orjson cannot do, too: deep values, integers beyond 64 bits, lone surrogates."""
     try:
-        return orjson.dumps(value, default=str)
+        return orjson.dumps(value, default=_plain)
     except TypeError:  # orjson's JSONEncodeError is one
         before = sys.getrecursionlimit()
         sys.setrecursionlimit(max(before, 10_000))
         try:
-            return json.dumps(value, default=str).encode()
+            return json.dumps(value, default=_plain).encode()
         finally:
             sys.setrecursionlimit(before)
 

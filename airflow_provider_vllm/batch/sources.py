@@ -50,6 +50,14 @@ BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 HEAD = 1 << 12
+OTHERS = {
+    GZIP: "gzipped twice",
+    b"PK\x03\x04": "a zip file",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\0": "compressed by xz",
+    b"BZh91AY&SY": "compressed by bzip2",
+    b"PAR1": "Parquet",
+}
 GLOB = re.compile(r"[*?\[]")
 
 
@@ -150,6 +158,11 @@ def _check_start(source: Source, start: bytes) -> None:
         raise InvalidPrompts(
             f"input_path {source.name} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
         )
+    for mark, what in OTHERS.items():
+        if source.format != "parquet" and start.startswith(mark):
+            raise InvalidPrompts(
+                f"input_path {source.name} is {what}, not {source.format}; unpack it, or set input_format"
+            )
     lines = start.removeprefix(BOM).lstrip().splitlines()
     if source.format == "jsonl" and lines and lines[0].strip() in (b"[", b"{", b"[{"):
         raise InvalidPrompts(

@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import orjson
 
 from airflow_provider_vllm.batch.api import ALIASES, CHAT, GENERATING, NAMES, RESPONSES
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
@@ -91,7 +94,7 @@ class BatchSpec:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "endpoint", _endpoint(self.endpoint))
-        set_(self, "params", dict(_mapping("params", self.params)))
+        set_(self, "params", _params(self.params))
         set_(self, "input_path", _paths(self.input_path))
         set_(self, "param_columns", _names("param_columns", self.param_columns))
         set_(self, "extra_roles", _names("extra_roles", self.extra_roles))
@@ -180,12 +183,19 @@ def _endpoint(value: Any) -> str:
     return ALIASES[value.lower().rstrip("/")]
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+def _params(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
-        raise InvalidInput(f"{name} must be an object with text keys, not {type(value).__name__}")
-    if name == "params" and value.get("stream"):
+        raise InvalidInput(f"params must be an object with text keys, not {type(value).__name__}")
+    if value.get("stream"):
         raise InvalidInput("params.stream: a batch does not stream; leave it out")
-    return value
+    for name, cell in value.items():
+        if isinstance(cell, float) and not math.isfinite(cell):
+            raise InvalidInput(f"params.{name} is {cell}, which no request can say")
+        try:
+            orjson.dumps(cell, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:  # orjson's JSONEncodeError is one
+            raise InvalidInput(f"params.{name} cannot be sent as JSON: {error}") from None
+    return dict(value)
 
 
 def _paths(value: Any) -> tuple[str, ...] | None:

@@ -111,6 +111,16 @@ def test_dates_and_decimals_in_csv_are_plain(link: ForeignLink, tmp_path: Path) 
     assert (row["day"], row["cost"], row["many"]) == ("2026-01-02", "1.50", '["0.1"]')
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_bytes_become_text(link: ForeignLink, tmp_path: Path, suffix: str) -> None:
+    data = pyarrow.array([b"text", b"\xff\xfe"], pyarrow.binary())
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "x": data}), tmp_path / "in.parquet")
+    target = tmp_path / f"out{suffix}"
+    run(spec(tmp_path / "in.parquet", target, output_format="columns"), link, tmp_path)
+    rows = read_rows(target) if suffix == ".jsonl" else table(target)
+    assert [row["x"] for row in rows] == ["text", "//4="]
+
+
 def test_a_damaged_parquet_page(link: ForeignLink, tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     parquet.write_table(pyarrow.table({"prompt": [f"p{i}" * 50 for i in range(500)]}), path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,20 @@ def test_messages_and_parameters_in_csv(
         "temperature": 1, "max_tokens": 4, "seed": 7, "stop": "5",
     }  # fmt: skip
     assert third["temperature"] == 0.5
+
+
+def test_parameters_of_a_list_that_no_json_has(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    values: list[Any] = [float("nan"), Decimal("0.5"), None, float("inf")]
+    rows = [{"prompt": "a", "params": {"temperature": value}} for value in values]
+    spec = BatchSpec(
+        prompts=rows, params={"temperature": 1}, pack=1, concurrency=1, max_error_rate=1
+    )
+    result = run(spec, link, tmp_path)
+    assert [body["temperature"] for body in server.behaviour.bodies] == [1, 0.5, None]
+    assert result.errors is not None
+    assert [error["message"] for error in result.errors] == ["prompts, row 4: temperature is inf"]
 
 
 def test_a_row_may_have_its_own_kind_of_prompt(

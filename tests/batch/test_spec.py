@@ -23,6 +23,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_path": "x.jsonl", "output_path": "x.jsonl"}, "is the input"),
     ({"prompts": ["a"], "endpoint": "/v1/nothing"}, "endpoint"),
     ({"prompts": ["a"], "params": ["temperature"]}, "params"),
+    ({"prompts": ["a"], "params": {"temperature": float("nan")}}, "params.temperature is nan"),
+    ({"prompts": ["a"], "params": {"stop": {"a"}}}, "params.stop cannot be sent as JSON"),
     ({"prompts": ["a"], "params": {"stream": True}}, "stream"),
     ({"prompts": ["a"], "concurrency": 0}, "concurrency"),
     ({"prompts": ["a"], "concurrency": "many"}, "concurrency"),
