@@ -27,6 +27,8 @@ STAGES_GO_ON = 2
 NATIVE_GOES_ON = 40
 """So many ordinary lines after a native message show that it was harmless."""
 STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
+_ANY_PROCESS = "Automatically detected platform"
+"""Each process says this first, that of the next start too: it is no progress of the one before."""
 MIN_CUT = 30
 """So long is a message before a terminal cuts it, behind its prefix."""
 
@@ -279,7 +281,9 @@ class _History:
         for record in records:
             if record.level in ("INFO", "DEBUG") and record.number <= self.end:
                 self.quiet.append(record.number)
-            if record.level in ("INFO", "WARNING") and stage_of(record.text) is not None:
+            if record.level not in ("INFO", "WARNING") or _ANY_PROCESS in record.text:
+                continue
+            if stage_of(record.text) is not None:
                 self.progress[record.process, record.pid] = record.number
                 self.stages.append(record.number)
 

@@ -53,7 +53,7 @@ def diagnose(
     """
     transcript = read(lines)
     found = _judge(transcript.last, exit_status, evidence or {})
-    if found.verdict in ("unknown", "stalled") and transcript.before is not None:
+    if found.cause in ("nothing_to_judge", "start_unfinished") and transcript.before is not None:
         before = _judge(transcript.before, None, evidence or {})
         if before.verdict == "failed":
             note = "The server was started again after this and that start had not ended yet."

@@ -14,13 +14,14 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from airflow_provider_vllm.diagnosis.catalogue import NATIVE
 from airflow_provider_vllm.diagnosis.events import events
-from airflow_provider_vllm.diagnosis.logs import records
+from airflow_provider_vllm.diagnosis.in_flight import request_in_flight
+from airflow_provider_vllm.diagnosis.logs import Record, records
 from airflow_provider_vllm.diagnosis.reader import read
 
 MASK = "***"
@@ -54,12 +55,11 @@ def collect(
     model: str | None = None,
     exit_status: int | None = None,
     uses_ray: bool = False,
-    request_shapes: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Everything about one server that may explain its end. Never raises.
 
     `command` and `environ` are the launch's, `python` the interpreter that has vLLM, `model` a path
-    or hub id, `request_shapes` what was in flight (lengths and parameters, no text).
+    or hub id.
     """
     environ = os.environ if environ is None else environ
     parts: dict[str, Callable[[], Any]] = {
@@ -73,7 +73,7 @@ def collect(
         "limits": _limits,
         "kernel_log": _kernel_log,
         "first_tracebacks": lambda: _first_tracebacks(log_path),
-        "requests_in_flight": lambda: [dict(shape) for shape in request_shapes],
+        "request_in_flight": lambda: request_in_flight(_records(log_path)),
         "ray": lambda: _ray_status(uses_ray),
     }
     return {"collected_at": time.time(), **{name: _part(get) for name, get in parts.items()}}
@@ -252,12 +252,17 @@ def _kernel_log() -> dict[str, Any]:
     }
 
 
-def _first_tracebacks(log_path: str | os.PathLike[str] | None) -> list[dict[str, Any]]:
-    """The first exception of each process, with its innermost frames."""
+def _records(log_path: str | os.PathLike[str] | None) -> list[Record]:
+    """Those of the last start in the log."""
     if log_path is None:
         raise ValueError("the log is not known")
+    return records(read(log_path).last.lines())
+
+
+def _first_tracebacks(log_path: str | os.PathLike[str] | None) -> list[dict[str, Any]]:
+    """The first exception of each process, with its innermost frames."""
     seen: dict[str | None, dict[str, Any]] = {}
-    for event in events(records(read(log_path).last.lines()), NATIVE):
+    for event in events(_records(log_path), NATIVE):
         if event.kind == "exception" and event.process not in seen:
             seen[event.process] = {
                 "process": event.process,

@@ -49,7 +49,6 @@ def evidence(tmp_path: Path) -> dict[str, Any]:
         python=sys.executable,
         model=str(tmp_path),
         exit_status=1,
-        request_shapes=[{"prompt_tokens": 12, "max_tokens": 8}],
     )
 
 
@@ -66,7 +65,7 @@ def test_every_part_is_there(evidence: dict[str, Any]) -> None:
         "limits",
         "kernel_log",
         "first_tracebacks",
-        "requests_in_flight",
+        "request_in_flight",
         "ray",
     }
     assert evidence["versions"]["python"] == sys.version.split()[0]
@@ -74,7 +73,7 @@ def test_every_part_is_there(evidence: dict[str, Any]) -> None:
     assert evidence["disks"]["/dev/shm"]["total"] > 0
     assert evidence["memory"]["MemTotal"] > 0
     assert len(evidence["limits"]["RLIMIT_NOFILE"]) == 2
-    assert evidence["requests_in_flight"] == [{"prompt_tokens": 12, "max_tokens": 8}]
+    assert "wrote no scheduler step" in evidence["request_in_flight"]["missing"]
     assert "missing" in evidence["ray"]
     processes = [trace["process"] for trace in evidence["first_tracebacks"]]
     assert processes == ["Worker", "EngineCore", "APIServer"]
@@ -91,7 +90,7 @@ def test_no_secret_and_nothing_of_airflow_is_in_it(evidence: dict[str, Any]) -> 
 
 def test_missing_parts_say_why() -> None:
     evidence = collect(log_path="/no/such/log", python="/no/such/python", model="/no/such/model")
-    for name in ("versions", "first_tracebacks"):
+    for name in ("versions", "first_tracebacks", "request_in_flight"):
         assert "No such file" in evidence[name]["missing"]
     assert "missing" in collect()["model"]
 
