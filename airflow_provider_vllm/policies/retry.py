@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import RetryDecision, RetryPolicy
 
-from airflow_provider_vllm.exceptions import server_failure
+from airflow_provider_vllm.exceptions import DownloadFailed, InvalidInput, server_failure
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -23,7 +23,8 @@ MAX_REASON = 500
 class VllmRetryPolicy(RetryPolicy):
     """Retry with a delay that fits the diagnosis.
 
-    :param fail_fast: fail at once where the diagnosis says that no retry of the launch can help.
+    :param fail_fast: fail at once where no retry can help: the diagnosis says so of the launch, a field
+        or file of the task is wrong, or the hub has no such model for this account.
     """
 
     def __init__(self, fail_fast: bool = False) -> None:
@@ -38,7 +39,7 @@ class VllmRetryPolicy(RetryPolicy):
     ) -> RetryDecision:
         failure = server_failure(exception)
         if failure is None or not failure.diagnosis:
-            return RetryDecision.default()
+            return self._without_diagnosis(exception)
         diagnosis = failure.diagnosis
         cause = diagnosis.get("cause", "unknown")
         reason = f"{cause}: {diagnosis.get('explanation', '')} Next step: {diagnosis.get('first_action', '')}"[
@@ -48,12 +49,29 @@ class VllmRetryPolicy(RetryPolicy):
             return RetryDecision.fail(reason=reason)
         return RetryDecision.retry(delay=delay_for(diagnosis, try_number), reason=reason)
 
+    def _without_diagnosis(self, exception: BaseException) -> RetryDecision:
+        lasting = lasting_error(exception)
+        if not self.fail_fast or lasting is None:
+            return RetryDecision.default()
+        return RetryDecision.fail(reason=f"{type(lasting).__name__}: {lasting}"[:MAX_REASON])
+
     def serialize(self) -> dict[str, Any]:
         return {"fail_fast": self.fail_fast}
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> VllmRetryPolicy:
         return cls(**data)
+
+
+def lasting_error(error: BaseException | None) -> BaseException | None:
+    """What in this chain of errors will be there again at the next try; None where nothing is."""
+    while error is not None:
+        if isinstance(error, InvalidInput):
+            return error
+        if isinstance(error, DownloadFailed) and not error.transient:
+            return error
+        error = error.__cause__
+    return None
 
 
 def delay_for(diagnosis: Mapping[str, Any], try_number: int) -> timedelta | None:

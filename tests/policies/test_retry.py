@@ -10,7 +10,17 @@ from airflow.providers.common.compat.sdk import RetryAction
 
 from airflow_provider_vllm import VllmRetryPolicy
 from airflow_provider_vllm.diagnosis.catalogue import RULES
-from airflow_provider_vllm.exceptions import BatchFailed, ServerLost, StartFailed
+from airflow_provider_vllm.exceptions import (
+    BatchFailed,
+    DownloadFailed,
+    InvalidHandle,
+    InvalidInput,
+    InvalidPrompts,
+    InvalidSpec,
+    NoFreeGpu,
+    ServerLost,
+    StartFailed,
+)
 from airflow_provider_vllm.policies.retry import _DELAYS, MAX_REASON, delay_for
 
 
@@ -63,6 +73,34 @@ def test_fail_fast_gives_up_only_where_no_launch_can_help(launch: bool, fail_fas
     decision = decide(error, fail_fast=fail_fast)
     assert decision.action == expected
     assert "It has no memory." in decision.reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidSpec("ServerSpec.port: 70000 is no port"),
+        InvalidHandle("no handle of ours"),
+        InvalidPrompts("/data/none.jsonl: no such file"),
+        InvalidInput("the output is the input"),
+        DownloadFailed("no such model"),
+    ],
+)
+def test_fail_fast_gives_up_on_what_the_next_try_will_find_again(error: Exception) -> None:
+    decision = decide(error, fail_fast=True)
+    assert decision.action == RetryAction.FAIL
+    assert decision.reason == f"{type(error).__name__}: {error}"
+    assert decide(error).action == RetryAction.DEFAULT, "without fail_fast Airflow decides"
+
+    wrapped = BatchFailed("did not begin")
+    wrapped.__cause__ = error
+    assert decide(wrapped, fail_fast=True).action == RetryAction.FAIL
+
+
+def test_fail_fast_does_not_give_up_on_what_passes() -> None:
+    assert decide(DownloadFailed("x", transient=True), fail_fast=True).action == RetryAction.DEFAULT
+    assert decide(NoFreeGpu("all are taken"), fail_fast=True).action == RetryAction.DEFAULT
+    long = InvalidSpec("x" * 1000)
+    assert len(decide(long, fail_fast=True).reason) == MAX_REASON
 
 
 def test_delays_double_up_to_an_hour() -> None:
