@@ -11,19 +11,18 @@ import orjson
 
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.columns import check_columns
+from airflow_provider_vllm.batch.extent import Extent, measure
 from airflow_provider_vllm.batch.journal import Journal, Meta
 from airflow_provider_vllm.batch.remote import journal_at
 from airflow_provider_vllm.batch.rows import RowMaker, lacks
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.source import Damaged, Source
 from airflow_provider_vllm.batch.sources import (
-    Extent,
     ToPath,
     column_names,
     find_sources,
     is_local,
     local_path,
-    measure,
 )
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidPrompts

@@ -20,10 +20,11 @@ import orjson
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.csv_rows import CsvWriter
+from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
 from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
-from airflow_provider_vllm.batch.sources import ToPath, measure, records
+from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 

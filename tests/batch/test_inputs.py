@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.rows import RowMaker
-from airflow_provider_vllm.batch.sources import find_sources, local_path, measure, records
+from airflow_provider_vllm.batch.sources import find_sources, local_path, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
 
