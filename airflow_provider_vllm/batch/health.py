@@ -41,9 +41,9 @@ def is_healthy(endpoint: Endpoint) -> str | None:
     return f"/health says HTTP {status}" if status >= 500 else None
 
 
-def look(endpoint: Endpoint) -> Vitals:
+def look(endpoint: Endpoint, timeout: float = LOOK_TIMEOUT) -> Vitals:
     """The metrics of a vLLM server; empty Vitals for any other."""
-    status, body = request(endpoint, "/metrics", LOOK_TIMEOUT)
+    status, body = request(endpoint, "/metrics", timeout)
     return read_metrics(body) if status == 200 else Vitals()
 
 

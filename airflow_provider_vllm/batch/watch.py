@@ -97,7 +97,7 @@ class Watch:
         stats = self._sender.stats
         if now >= self._next_look:
             self._next_look = now + min(LOOK_EVERY, self._spec.progress_interval)
-            vitals = self._sender.vitals = health.look(self._endpoint)
+            vitals = self._sender.vitals = self._look()
             self.readings.add(vitals.samples)
             self._count_preemptions(vitals)
             self._see(vitals.moved, now)
@@ -108,6 +108,11 @@ class Watch:
             self._report(now, self._sender.vitals)
         if stats.in_flight and self._is_stalled(now):
             self._suspect_freeze(now)
+
+    def _look(self) -> Vitals:
+        """Where nothing comes back any more, looking must not take longer than the patience with it."""
+        patience = min(health.LOOK_TIMEOUT, self._spec.stall_timeout)
+        return health.look(self._endpoint, patience)
 
     def _is_stalled(self, now: float) -> bool:
         return health.is_stalled(self._movement, now=now, patience=self._patience(now))
@@ -173,7 +178,7 @@ class Watch:
 
     def _suspect_freeze(self, now: float) -> None:
         """Nothing has moved for too long: counters first, then one token."""
-        self._see(health.look(self._endpoint).moved, now)
+        self._see(self._look().moved, now)
         if not self._is_stalled(now):
             return
         stalled = now - self._movement.at

@@ -38,7 +38,9 @@ def spec_of(folder: Path, **more: Any) -> BatchSpec:
 
 def outputs(folder: Path) -> dict[str, bytes]:
     """Results and errors; the errors without the folder that they name."""
-    errors = (folder / "out.jsonl.errors.jsonl").read_bytes().replace(str(folder).encode(), b"FOLDER")
+    errors = (
+        (folder / "out.jsonl.errors.jsonl").read_bytes().replace(str(folder).encode(), b"FOLDER")
+    )
     return {"results": (folder / "out.jsonl").read_bytes(), "errors": errors}
 
 

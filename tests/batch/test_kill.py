@@ -42,7 +42,6 @@ from tests.batch.matrix import (
     spec_of,
 )
 from tests.fakes.endpoint import ThreadedEndpoint
-from tests.fakes.proxy import CuttingProxy
 
 # The task.
 
@@ -265,29 +264,6 @@ def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
     assert "at last alone" in error["error"]["message"]
     # Two losses with others in flight, the third with the suspect alone.
     assert result.manifest.server_losses == 3
-
-
-# The network.
-
-
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(3.0, marks=pytest.mark.full)])
-def test_network_cut(
-    server: ThreadedEndpoint, tmp_path: Path, quiet: dict[str, bytes], seconds: float
-) -> None:
-    server.behaviour.latency = 0.01
-    with CuttingProxy(server.port) as proxy:
-        link = ForeignLink(f"http://127.0.0.1:{proxy.port}")
-
-        def cut() -> None:
-            until(lambda: server.behaviour.prompts.total() >= 150)
-            proxy.cut(seconds)
-
-        cutter = threading.Thread(target=cut)
-        cutter.start()
-        run(spec_of(tmp_path), link, tmp_path)
-        cutter.join()
-    assert proxy.cuts == 1
-    check(tmp_path, quiet)
 
 
 def one_try(spec: BatchSpec, folder: Path) -> BatchResult | None:

@@ -1,4 +1,4 @@
-"""A TCP proxy that can cut every connection and refuse new ones for a while."""
+"""A TCP proxy that can cut every connection and refuse new ones, or swallow everything, for a while or for good."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CuttingProxy:
         self.port: int = self._listener.getsockname()[1]
         self.connections = 0
         self.cuts = 0
-        self._cut_for = 0.0
+        self._cut_for = self._silent_for = 0.0
         self._stop = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -33,8 +33,19 @@ class CuttingProxy:
     def cut(self, seconds: float) -> None:
         """Reset every connection, and refuse new ones for so long."""
         self._cut_for = seconds
-        while self._cut_for:
+        while self._cut_for and not self._stop:
             time.sleep(0.005)
+
+    def swallow(self, seconds: float) -> None:
+        """Keep every connection and take new ones, and forward nothing for so long: a black hole."""
+        self._silent_for = seconds
+        while self._silent_for and not self._stop:
+            time.sleep(0.005)
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._stop:
+            time.sleep(0.01)
 
     def _run(self) -> None:
         poll = selectors.DefaultSelector()
@@ -49,6 +60,9 @@ class CuttingProxy:
                     self._accept(poll, peers)
                 elif sock in peers:
                     self._forward(poll, peers, sock)
+            if self._silent_for:
+                self._pause(self._silent_for)
+                self._silent_for = 0.0
             if self._cut_for:
                 self._cut(poll, peers)
         for sock in list(peers):
@@ -105,7 +119,7 @@ class CuttingProxy:
         self._listener.close()
         for sock in list(peers):
             self._drop(poll, peers, sock)
-        time.sleep(self._cut_for)
+        self._pause(self._cut_for)
         self._listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
         poll.register(self._listener, selectors.EVENT_READ)
         self.cuts += 1
