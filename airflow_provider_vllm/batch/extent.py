@@ -77,7 +77,7 @@ def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
     if not is_local(source.path):
         hasher.update(f"{source.name} {version_of(source.path)}\n".encode())
         if source.format != "parquet":
-            return 0 if next(READERS[source.format](source, spec), None) is None else None
+            return None if _has_rows(source, spec) else 0
     elif source.format in ("jsonl", "text"):
         return _count_lines(source, hasher)
     else:
@@ -87,6 +87,14 @@ def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
     if source.format == "parquet":
         return _count_parquet(source)
     return sum(1 for _ in READERS["csv"](source, spec))
+
+
+def _has_rows(source: Source, spec: BatchSpec) -> bool:
+    """Whether there is a row at all; of most files the start says so, and they are not opened again."""
+    start = source.start.removeprefix(BOM).strip(b"\r\n \t")
+    if b"\n" in start or (start and source.format != "csv"):
+        return True
+    return next(READERS[source.format](source, spec), None) is not None
 
 
 def _count_parquet(source: Source) -> int:

@@ -340,7 +340,11 @@ def _are_messages(prompt: list[Any]) -> bool:
 def _what_role(message: Any, role: Any) -> str:
     if isinstance(role, str):
         return f"role {role!r} is unknown; where the model's chat template has it, name it in extra_roles"
-    hint = "" if isinstance(message, dict) and "content" in message else " (rows go one on a line)"
+    hint = (
+        ""
+        if isinstance(message, dict) and "content" in message
+        else " (a list is one chat, not several rows)"
+    )
     return f"every message must be an object with a role{hint}"
 
 

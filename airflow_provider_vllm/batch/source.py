@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a file raises, a gzipped one included
@@ -28,12 +28,13 @@ class Damaged(OSError):
 
 @dataclass(frozen=True)
 class Source:
-    """One readable file."""
+    """One readable file; `start` are its first bytes, unpacked."""
 
     name: str
     path: Any
     format: str
     gz: bool
+    start: bytes = field(default=b"", repr=False, compare=False)
 
     def open(self) -> Any:
         """The decompressed bytes."""

@@ -8,10 +8,10 @@ Invariants: files are read as streams, in sorted order of a glob; no line, howev
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,9 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
             )
         kind = wanted or _kind(name)
         with path.open("rb") as file:
-            head, start = file.read(len(GZIP)), b""
-        source = Source(name, path, kind, head == GZIP)  # the name may say otherwise
-        with source.open() as file, contextlib.suppress(EOFError):  # cut off: said when it's read
             start = file.read(HEAD)
+        gz = start.startswith(GZIP)  # the name may say otherwise
+        source = Source(name, path, kind, gz, _unpacked(start) if gz else start)
     except FileNotFoundError:
         raise InvalidPrompts(f"input_path {name} does not exist") from None
     except InvalidPrompts:
@@ -138,14 +137,20 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
         if is_local(path) and not isinstance(error, UNREADABLE):
             raise
         raise InvalidPrompts(f"input_path {name} cannot be read: {error}") from error
-    if not head:
+    if not start:
         raise InvalidPrompts(f"input_path {name} is empty: there is nothing to do")
-    _check_start(source, start)
+    _check_start(source)
     return source
 
 
-def _check_start(source: Source, start: bytes) -> None:
+def _unpacked(start: bytes) -> bytes:
+    """The first bytes of a gzip file, as far as they go."""
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(start, HEAD)
+
+
+def _check_start(source: Source) -> None:
     """What is no file of its format in no row. Raises InvalidPrompts."""
+    start = source.start
     if source.format != "parquet" and start.startswith(UTF16):
         raise InvalidPrompts(
             f"input_path {source.name} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
