@@ -12,6 +12,7 @@ from airflow_provider_vllm.diagnosis import (
     communication,
     dead_process,
     environment,
+    generic,
     kernel_hardware,
     model_config,
     network_auth,
@@ -23,14 +24,14 @@ RULES: tuple[Rule, ...] = (
     *dead_process.INTERRUPTS,
     *request.RULES,
     *capacity.RULES,
+    *communication.CLIENTS,
     *network_auth.RULES,
     *model_config.RULES,
     *environment.RULES,
     *kernel_hardware.RULES,
     *communication.RULES,
     *dead_process.RULES,
-    *request.GENERIC,
-    *model_config.GENERIC,
+    *generic.RULES,
 )
 NATIVE: re.Pattern[str] = re.compile(
     "|".join(f"(?:{re.sub(r'[?]P<[a-z_]+>', '?:', rule.pattern)})" for rule in RULES if rule.native)

@@ -6,6 +6,30 @@ from __future__ import annotations
 
 from airflow_provider_vllm.diagnosis.rule import Rule
 
+_HUBS = r"huggingface|hf\.co|hf-mirror|modelscope|/resolve/|port=443|:443"
+
+CLIENTS: tuple[Rule, ...] = (
+    Rule(
+        id="connection_refused",
+        group="communication",
+        pattern=rf"^(?![^\n]*(?:{_HUBS}))[^\n]*(?:ConnectionRefusedError|\[Errno 111\]|[Cc]onnection refused|Cannot connect to host)|^(?:openai\.)?APIConnectionError: Connection error",
+        explanation="A client asked before the server listened, or after it had ended.",
+        first_action="Wait until the server is ready (the sensor, or 200 from /v1/models) before sending; a big model loads for minutes.",
+        launch=True,
+        request=True,
+        victim=True,
+        confidence=0.6,
+        examples=(
+            "requests.exceptions.ConnectionError: HTTPConnectionPool(host='localhost', port=8000): Max retries exceeded with url: /v1/completions (Caused by NewConnectionError('Failed to establish a new connection: [Errno 111] Connection refused'))",
+            "ConnectionRefusedError: [Errno 111] Connection refused",
+        ),
+        near_misses=(
+            "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /a/b (Caused by NewConnectionError('Failed to establish a new connection: [Errno 111] Connection refused'))",
+            "curl: (7) Failed to connect to localhost port 8000: Connection refused",
+        ),
+    ),
+)
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="dev_shm_too_small",

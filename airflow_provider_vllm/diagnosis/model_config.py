@@ -390,20 +390,3 @@ RULES: tuple[Rule, ...] = (
         examples=("AttributeError: 'Qwen2VLConfig' object has no attribute 'vocab_size'",),
     ),
 )
-
-GENERIC: tuple[Rule, ...] = (
-    Rule(
-        id="invalid_engine_argument",
-        group="model_config",
-        pattern=r"^TypeError: Error: --(?!enable-auto-tool)|validation errors? for (?P<class>\w+)[^\n]*\n+\s*(?P<what>(?:Value error|Assertion failed|Input should|Unexpected keyword|Field required|[\w.]+\n\s+)[^\n]*)|Value error, (?P<value>[^\n]+)|^(?:\w+\.)*(?:ValueError|NotImplementedError|VLLMValidationError|AssertionError|RuntimeError): (?=[^\n]*(?:(?:is|are) (?:only|not|currently not|not yet) (?:supported|compatible|available|implemented)\b|only [^\n]{1,80} (?:is|are) supported|(?:not|isn't|doesn't) (?:supported|support|compatible) (?:with|for|in|on|by|when|yet|the)\b|does not support|must be (?:one of|in|greater|less|between|set|at least|positive|divisible)|should be (?:one of|greater|less|between|set)|[Pp]lease (?:set|use|specify|upgrade|disable|enable)|[Uu]nsupported|[Ii]nvalid (?:value|choice|argument)|not supported\.?$))(?![^\n]*\binput tensor)",
-        explanation="vLLM refuses the configuration: the root line says which part.",
-        first_action="Change that one argument as the root line says.",
-        launch=False,
-        request=None,
-        confidence=0.75,
-        examples=(
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig\n"
-            "  Value error, max_num_partial_prefills must be at least 1. [type=value_error]",
-        ),
-    ),
-)

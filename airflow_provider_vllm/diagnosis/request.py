@@ -126,23 +126,3 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-
-GENERIC: tuple[Rule, ...] = (
-    Rule(
-        id="structured_output_failed",
-        group="request",
-        pattern=r"^\S",
-        frames=r"(?:structured_output|guided_decoding|xgrammar|outlines(?:_core)?|llguidance)/\S*(?:\n[^\n]*){0,4}$",
-        explanation="The engine failed while it made or followed the grammar of a request.",
-        first_action="Leave that request's schema out; upgrade vLLM, since one request should not end the engine.",
-        launch=True,
-        request=False,
-        confidence=0.8,
-        examples=(
-            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] EngineCore encountered a fatal error.\n"
-            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] Traceback (most recent call last):\n"
-            '(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340]   File "/srv/vllm/v1/structured_output/request.py", line 90, in get_structured_output_key\n'
-            "(EngineCore pid=7) ERROR 03-16 12:28:39 [core.py:340] ValueError: No valid structured output parameter found",
-        ),
-    ),
-)
