@@ -16,12 +16,12 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from airflow_provider_vllm.batch import disk
-from airflow_provider_vllm.batch.compact import IntMap, IntSet
+from airflow_provider_vllm.batch.compact import IntMap
 from airflow_provider_vllm.batch.meta import Meta
 from airflow_provider_vllm.batch.records import (
     END,
@@ -47,13 +47,12 @@ PROVEN = 1000
 class Earlier:
     """What earlier tries know: positions of good answers, and losses of the server, by key.
 
-    A count of `PROVEN` and more is of a row that took a server down alone. `ids` are hashes of the custom ids, as
-    JSON, that had a good answer; `mixed` counts those that another server gave than the batch had begun with.
+    A count of `PROVEN` and more is of a row that took a server down alone. `mixed` counts further good answers, of
+    another server than the batch had begun with.
     """
 
     answers: IntMap = field(default_factory=IntMap)
     deaths: Mapping[bytes, int] = field(default_factory=dict)
-    ids: IntSet = field(default_factory=IntSet)
     mixed: int = 0
 
     @property
@@ -165,31 +164,28 @@ class Journal:
 
     def earlier(self) -> Earlier:
         """What earlier processes left. Raises JournalFailed for a segment that cannot be read."""
-        answers, deaths, ids, mixed = IntMap(), Counter[bytes](), IntSet(), 0
+        answers, deaths, mixed = IntMap(), Counter[bytes](), 0
         for index, path in enumerate(self._segments[:-1]):
             base, same_server = index << SEGMENT_SHIFT, True
-            try:
-                for offset, (key, _, outcome, _, _, line) in scan(path):
-                    if outcome == OK:
-                        if (number := _number(key)) is None:
-                            continue
-                        ids.add(hash(custom_id_of(line)))
-                        if same_server:
-                            answers.put(number, base + offset)
-                        else:
-                            mixed += 1
-                    elif outcome == LOST:
-                        deaths[key] += 1
-                    elif outcome == SUSPECT:
-                        deaths[key] = max(deaths[key], PROVEN)
-                    elif outcome == SERVER:
-                        same_server = False
-            except OSError as error:
-                raise JournalFailed(
-                    f"{path} cannot be read: {error.strerror or error}; its answers are kept there: make it readable, "
-                    "or move it away to run its rows again, and retry"
-                ) from error
-        return Earlier(answers, deaths, ids, mixed)
+            for offset, (key, _, outcome, _, _, _) in _scan(path):
+                if outcome == OK:
+                    if same_server and (number := _number(key)) is not None:
+                        answers.put(number, base + offset)
+                    mixed += not same_server
+                elif outcome == LOST:
+                    deaths[key] += 1
+                elif outcome == SUSPECT:
+                    deaths[key] = max(deaths[key], PROVEN)
+                elif outcome == SERVER:
+                    same_server = False
+        return Earlier(answers, deaths, mixed)
+
+    def answered_ids(self) -> Iterator[bytes]:
+        """The custom id, as JSON, of every good answer of earlier processes, whatever it was to."""
+        for path in self._segments[:-1]:
+            for _, fields in _scan(path):
+                if fields[2] == OK:
+                    yield custom_id_of(fields[5])
 
     def claim(self, row: int, position: int) -> None:
         """Row `row` was answered earlier, at this position."""
@@ -299,6 +295,17 @@ class Journal:
             f"the journal {self.name} cannot be written: {disk.what(error, self.folder, need)}; the rows "
             f"answered so far are kept there; {disk.remedy(error, str(where))}"
         )
+
+
+def _scan(path: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """`records.scan`. Raises JournalFailed, naming the file."""
+    try:
+        yield from scan(path)
+    except OSError as error:
+        raise JournalFailed(
+            f"{path} cannot be read: {error.strerror or error}; its answers are kept there: make it readable, "
+            "or move it away to run its rows again, and retry"
+        ) from error
 
 
 def _segment(path: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import orjson
 
@@ -98,7 +98,8 @@ def resume(spec: BatchSpec, checked: Checked, journal: Journal, endpoint: Endpoi
     maker = RowMaker(spec, endpoint.model, checked.extent.rows or 0, server=endpoint.fingerprint)
     with _goodness(spec, journal) as is_good:
         try:
-            left = count(maker.rows(records(spec, checked.sources)), earlier, is_good)
+            rows = maker.rows(records(spec, checked.sources))
+            left = count(rows, earlier, is_good, journal.answered_ids)
         except UNREADABLE as error:
             raise BatchFailed(
                 f"the input cannot be read again: {error}; put it back, and retry"
@@ -107,24 +108,34 @@ def resume(spec: BatchSpec, checked: Checked, journal: Journal, endpoint: Endpoi
         why += ("another server had answered after a restart",)
     if left.outdated:
         why += ("the answer breaks the schema as it is checked now",)
-    return Resumed(now, replace(earlier, ids=IntSet()), left, why)
+    return Resumed(now, earlier, left, why)
 
 
-def count(rows: Iterator[Row | BadRow], earlier: Earlier, is_good: Callable[[int], bool]) -> Left:
-    """`is_good` says whether the answer at a position may be kept."""
-    kept = changed = outdated = invalid = to_send = 0
-    find, ids = earlier.answers.get, earlier.ids
+def count(
+    rows: Iterator[Row | BadRow],
+    earlier: Earlier,
+    is_good: Callable[[int], bool],
+    answered_ids: Callable[[], Iterator[bytes]],
+) -> Left:
+    """`is_good` says whether the answer at a position may be kept; `answered_ids` is read where some are not."""
+    kept = outdated = invalid = to_send = 0
+    find, asked = earlier.answers.get, IntSet()
     for row in rows:
         if isinstance(row, BadRow):
             invalid += 1
         elif (at := find(int(row.key, 16))) is None:
             to_send += 1
-            changed += hash(orjson.dumps(row.custom_id)) in ids
+            asked.add(hash(orjson.dumps(row.custom_id)))
         elif is_good(at):
             kept += 1
         else:
             to_send += 1
             outdated += 1
+    changed = 0
+    if to_send > outdated and (earlier.mixed or kept + outdated < len(earlier.answers)):
+        once = IntSet()
+        numbers = map(hash, answered_ids())
+        changed = sum(1 for number in numbers if number in asked and once.add(number))
     return Left(kept, changed, outdated, invalid, to_send)
 
 
