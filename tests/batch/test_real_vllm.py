@@ -34,8 +34,9 @@ FLAGS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512"]
 class RealLink(ForeignLink):
     """A vLLM of ours on the CPU, started again when it is lost."""
 
-    def __init__(self, python: Path, model: Path, log: Path) -> None:
+    def __init__(self, python: Path, model: Path, log: Path, *flags: str) -> None:
         self._python, self._model, self._log = python, model, log
+        self._flags = [*FLAGS, *flags]
         super().__init__(self._start(), model="m")
 
     def _start(self) -> str:
@@ -43,7 +44,7 @@ class RealLink(ForeignLink):
             port = taken.getsockname()[1]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
         more = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *FLAGS]
+        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *self._flags]
         command += ["--model", str(self._model), "--served-model-name", "m"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         with self._log.open("ab") as log:
