@@ -58,6 +58,8 @@ def split(
             f"input_path holds files of several formats: {', '.join(sorted(formats))}"
         )
     rows = sum(1 for _ in records(spec, sources))
+    if not rows:
+        raise InvalidPrompts(f"input_path {', '.join(spec.paths)} holds no rows: nothing to split")
     folder = to_path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     kind = formats.pop()

@@ -15,6 +15,7 @@ from airflow_provider_vllm.batch.csv_rows import CsvRows
 from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.shards import merge, split
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import InvalidPrompts
 from tests.batch.helpers import ForeignLink, read_rows, run
 
 Read = list[tuple[int, list[str], "tuple[str, str] | None"]]
@@ -129,6 +130,12 @@ def test_broken_records_are_broken_in_their_shards(
     with (tmp_path / "merged.csv").open(newline="") as file:
         rows = [(row["n"], bool(row["response"])) for row in csv.DictReader(file)]
     assert rows == [(str(n), n in (1, 3, 4, 7)) for n in range(1, 8)]
+
+
+def test_no_row_makes_no_shard(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("prompt\n\n")
+    with pytest.raises(InvalidPrompts, match=r"in\.csv holds no rows"):
+        split(str(tmp_path / "in.csv"), str(tmp_path), shards=2)
 
 
 @pytest.mark.parametrize(
