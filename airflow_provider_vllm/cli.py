@@ -175,12 +175,12 @@ def _diagnose_args() -> Sequence[Arg]:
 def _root(args: argparse.Namespace) -> StateRoot | None:
     """The state root; None where no server has run with the configured one. Looks on, makes nothing."""
     from airflow_provider_vllm import worker
-    from airflow_provider_vllm.exceptions import InsecurePath
+    from airflow_provider_vllm.exceptions import VllmError
     from airflow_provider_vllm.server.state import StateRoot
 
     given = args.state_root
-    path = Path(worker.state_root_path() if given is None else given).expanduser()
     try:
+        path = Path(worker.state_root_path() if given is None else given).expanduser()
         if (path / "servers").is_dir() and given != "":
             return StateRoot(path)
         if given is None and not path.exists():
@@ -188,17 +188,16 @@ def _root(args: argparse.Namespace) -> StateRoot | None:
         fault = (
             "is not there" if not path.exists() else "is no state root: it has no folder `servers`"
         )
-    except InsecurePath as exc:
-        fault = None
+    except VllmError as exc:
         print(exc, file=sys.stderr)
+        sys.exit(2)
     except OSError as exc:
         fault = f"cannot be read: {exc.strerror or exc}"
-    if fault:
-        named = str(path) if given is None else given
-        print(
-            f"state root {named!r} {fault}. Give the one of `[vllm] state_root` in the worker's airflow.cfg.",
-            file=sys.stderr,
-        )
+    named = str(path) if given is None else given
+    print(
+        f"state root {named!r} {fault}. Give the one of `[vllm] state_root` in the worker's airflow.cfg.",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 

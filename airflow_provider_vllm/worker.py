@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.common.compat.sdk import BaseHook, conf
+from airflow.providers.common.compat.sdk import AirflowNotFoundException, BaseHook, conf
 
 from airflow_provider_vllm.exceptions import InvalidSpec
 
@@ -35,9 +35,16 @@ def state_root() -> StateRoot:
 
 
 def state_root_path() -> str:
+    """`[vllm] state_root`, by default AIRFLOW_HOME/vllm. Raises InvalidSpec for a relative path."""
     configured = conf.get("vllm", "state_root", fallback="")
     if configured:
-        return os.path.expanduser(os.path.expandvars(configured))
+        path = os.path.expanduser(os.path.expandvars(configured))
+        if not os.path.isabs(path):
+            raise InvalidSpec(
+                f"[vllm] state_root is {configured!r}, which depends on where a process was started: give an "
+                "absolute path."
+            )
+        return path
     home = os.environ.get("AIRFLOW_HOME") or "~/airflow"
     return os.path.join(os.path.expanduser(home), "vllm")
 
@@ -51,9 +58,12 @@ def keep_failed_days() -> float:
     """`[vllm] keep_failed_days`. Raises InvalidSpec."""
     text = conf.get("vllm", "keep_failed_days", fallback="") or "7"
     try:
-        return float(text)
+        days = float(text)
     except ValueError:
-        raise InvalidSpec(f"[vllm] keep_failed_days is {text!r}: give a number of days.") from None
+        days = -1
+    if not days >= 0:
+        raise InvalidSpec(f"[vllm] keep_failed_days is {text!r}: give a number of days from 0.")
+    return days
 
 
 def server_id(context: Mapping[str, Any]) -> str:
@@ -80,7 +90,12 @@ def task_label(context: Mapping[str, Any]) -> str:
 
 def secret(conn_id: str, field: str) -> str:
     """The password of a connection. Raises InvalidSpec naming the field of the spec."""
-    password = BaseHook.get_connection(conn_id).password
+    try:
+        password = BaseHook.get_connection(conn_id).password
+    except AirflowNotFoundException:
+        raise InvalidSpec(
+            f"ServerSpec.{field} names the connection {conn_id!r}, which there is not. Make it, or correct the name."
+        ) from None
     if not password:
         raise InvalidSpec(
             f"ServerSpec.{field} names the connection {conn_id!r}, which has no password."

@@ -173,6 +173,12 @@ def test_a_root_that_is_none(call: Call, tmp_path: Path) -> None:
     assert list((tmp_path / "empty").iterdir()) == []
 
 
+def test_a_configured_root_that_is_relative(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRFLOW__VLLM__STATE_ROOT", "vllm")
+    code, _, said = call("servers")
+    assert (code, "give an absolute path" in said) == (2, True)
+
+
 def test_a_root_that_others_could_have_prepared(call: Call, root: StateRoot) -> None:
     root.path.chmod(0o755)
     code, _, said = call("servers", "--state-root", str(root.path))

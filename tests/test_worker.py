@@ -58,9 +58,24 @@ def test_days_that_are_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.keep_failed_days() == 7
     monkeypatch.setenv("AIRFLOW__VLLM__KEEP_FAILED_DAYS", "0.5")
     assert worker.keep_failed_days() == 0.5
-    monkeypatch.setenv("AIRFLOW__VLLM__KEEP_FAILED_DAYS", "a week")
-    with pytest.raises(InvalidSpec, match=r"\[vllm\] keep_failed_days is 'a week'"):
-        worker.keep_failed_days()
+    for wrong in ("a week", "-1", "nan"):
+        monkeypatch.setenv("AIRFLOW__VLLM__KEEP_FAILED_DAYS", wrong)
+        with pytest.raises(InvalidSpec, match=rf"\[vllm\] keep_failed_days is '{wrong}'"):
+            worker.keep_failed_days()
+
+
+@pytest.mark.parametrize("wrong", ["vllm", "./vllm", "$NO_SUCH_VARIABLE/vllm"])
+def test_a_state_root_that_depends_on_where_a_process_is(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW__VLLM__STATE_ROOT", wrong)
+    with pytest.raises(InvalidSpec, match=r"\[vllm\] state_root is .*: give an absolute path"):
+        worker.state_root()
+
+
+def test_a_connection_that_there_is_not() -> None:
+    with pytest.raises(InvalidSpec, match=r"ServerSpec\.hf_conn_id names the connection 'no_such'"):
+        worker.secret("no_such", "hf_conn_id")
 
 
 def test_the_label_names_dag_task_run_map_index_and_try() -> None:

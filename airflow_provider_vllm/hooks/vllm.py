@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from airflow.providers.common.compat.sdk import BaseHook
 
@@ -48,7 +51,7 @@ class VllmHook(BaseHook):
 
         base_url, key, extra = self._connection()
         return Endpoint(
-            base_url=base_url, model=str(extra.get("model") or self._first_model()), api_key=key
+            base_url=base_url, model=self._model(extra) or self._first_model(), api_key=key
         )
 
     def check(self) -> str:
@@ -60,10 +63,12 @@ class VllmHook(BaseHook):
         """
         base_url, _, extra = self._connection()
         served = self._served()
-        wanted = extra.get("model")
+        wanted = self._model(extra)
         what = f"{base_url} serves {', '.join(served) or 'nothing'}"
         if wanted and wanted not in served:
             raise ServerUnreachable(f"{what}, not {wanted} (extra `model`)")
+        if not served:
+            raise ServerUnreachable(f"{what}: it lists no model yet")
         return what
 
     def test_connection(self) -> tuple[bool, str]:
@@ -87,10 +92,17 @@ class VllmHook(BaseHook):
                 f"{what} refuses the key (HTTP {exc.status_code}). Give the connection the server's key as its "
                 "password."
             ) from None
-        except (openai.OpenAIError, AttributeError, TypeError) as exc:
+        except openai.OpenAIError as exc:
             cause = f" ({exc.__cause__})" if exc.__cause__ else ""
             raise ServerUnreachable(
-                f"{what} does not list its models: {exc}{cause}. See that it runs and that this worker reaches it."
+                f"{what} does not list its models: {exc}{cause}. See that it runs, that this worker reaches it, "
+                "and that the connection names what stands before /v1 in its URLs."
+            ) from None
+        except (AttributeError, TypeError, ValueError):
+            # What the client makes of an answer in another form, JSON or not.
+            raise ServerUnreachable(
+                f"{what} answers /v1/models with something else than a list of models. See that it is a vLLM "
+                "or another OpenAI-compatible server, and no page of a proxy."
             ) from None
 
     def _first_model(self) -> str:
@@ -102,26 +114,60 @@ class VllmHook(BaseHook):
     def _connection(self) -> tuple[str, str | None, dict[str, Any]]:
         from airflow_provider_vllm.server.order import check_key
 
-        found = self.get_connection(self.vllm_conn_id)
+        found, this = self.get_connection(self.vllm_conn_id), f"Connection {self.vllm_conn_id!r}"
         extra = found.extra_dejson
         if not isinstance(extra, dict):
-            raise InvalidInput(f"Connection {self.vllm_conn_id!r}: extra has to be a JSON object.")
+            raise InvalidInput(f"{this}: extra has to be a JSON object.")
         key = (found.password or "").strip()
         base = base_url_of(found.host or "", found.port, found.schema)
         if base is None:
             raise InvalidInput(
-                f"Connection {self.vllm_conn_id!r} has no host: give for example http://gpu-host and port 8000."
+                f"{this} has no host: give for example http://gpu-host and port 8000."
             )
-        return base, check_key(key) if key else None, extra
+        if fault := fault_of_url(base):
+            raise InvalidInput(
+                f"{this} makes the URL {base!r}, and {fault}: give for example http://gpu-host and port 8000."
+            )
+        return base, check_key(key, this) if key else None, extra
+
+    def _model(self, extra: dict[str, Any]) -> str | None:
+        model = extra.get("model")
+        if model is not None and not isinstance(model, str):
+            raise InvalidInput(
+                f"Connection {self.vllm_conn_id!r}: extra `model` is {model!r}: give the served name, a text."
+            )
+        return model or None
 
     def _timeout(self, extra: dict[str, Any]) -> float:
+        given = extra.get("timeout") or 600
         try:
-            return float(extra.get("timeout") or 600)
+            seconds = float(given)
         except (TypeError, ValueError):
+            seconds = 0
+        if not 0 < seconds < math.inf:
             raise InvalidInput(
-                f"Connection {self.vllm_conn_id!r}: extra `timeout` is {extra['timeout']!r}: "
-                "give a number of seconds."
-            ) from None
+                f"Connection {self.vllm_conn_id!r}: extra `timeout` is {given!r}: "
+                "give a number of seconds above 0."
+            )
+        return seconds
+
+
+def fault_of_url(url: str) -> str | None:
+    """What keeps a client from using `url`; None where nothing does. Pure."""
+    try:
+        parts = urlsplit(url)
+        name, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "its scheme is neither http nor https"
+    if not re.fullmatch(r"[A-Za-z0-9_.:-]+", name) or name.startswith(".") or ".." in name:
+        return "it names no host"
+    if port == 0:
+        return "its port is 0"
+    if parts.query or parts.fragment or re.search(r"\s", url):
+        return "it holds more than scheme, host, port and path"
+    return None
 
 
 def base_url_of(host: str, port: int | None, schema: str | None) -> str | None:
@@ -130,7 +176,7 @@ def base_url_of(host: str, port: int | None, schema: str | None) -> str | None:
     Credentials in the host are dropped: the key is the connection's password.
     """
     host = host.strip().rstrip("/")
-    if not host:
+    if host in ("", "http:", "https:"):
         return None
     if "://" not in host:
         host = f"{schema or 'http'}://{host}"

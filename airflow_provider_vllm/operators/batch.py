@@ -162,8 +162,12 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         return self._deliver(result, spec, context)
 
     def _deliver(self, result: BatchResult, spec: BatchSpec, context: Context) -> Any:
+        from airflow.sdk import Asset, AssetAlias
+
         manifest = result.manifest.to_json()
         for outlet in self.outlets or ():
+            if not isinstance(outlet, (Asset, AssetAlias)):
+                continue  # something of a plugin's, for which Airflow keeps no events
             context["outlet_events"][outlet].extra = {"manifest": manifest}
         context["ti"].xcom_push(key="manifest", value=manifest)
         if spec.prompts is not None and not spec.output_path:

@@ -6,6 +6,7 @@ literal then. Invariant: `check` refuses nothing that `build` could accept once 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +64,11 @@ def build(arguments: Mapping[str, Any]) -> BatchSpec:
         for name in (*ROWS, "endpoint", "row_offset")
         if arguments.get(name) is not None
     }
-    params = {**_mapping("batch['params']", batch.get("params")), **sampling}
+    params = {
+        name: _as_json(place, name, value)
+        for place, values in (("batch['params']", batch.get("params")), ("sampling", sampling))
+        for name, value in _mapping(place, values).items()
+    }
     fields = {**given, **batch, "params": params}
     for name in ("input_path", "output_path", "errors_path"):
         fields[name] = path_text(fields.get(name))
@@ -171,6 +176,21 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidInput(f"{name} is a {type(value).__name__}: give a dict.")
     return value
+
+
+def _as_json(place: str, name: Any, value: Any) -> Any:
+    """A parameter as a request holds it: keys as text (`logit_bias={50256: -100}`), tuples as lists.
+
+    Said here, since every row would fail by it, and only once the server is up.
+    """
+    try:
+        text = json.dumps(value, allow_nan=False, default=lambda item: item.tolist())  # numpy's
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidInput(
+            f"{place}[{name!r}] is {value!r:.200}, which no request can hold ({error}): give what JSON has, texts, "
+            "finite numbers, True, False, None, lists and dicts."
+        ) from None
+    return json.loads(text)
 
 
 def _no_field(name: Any) -> str:

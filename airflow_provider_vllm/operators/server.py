@@ -36,6 +36,11 @@ def vllm_server(
     """
     common: dict[str, Any] = {} if queue is None else {"queue": queue}
     further = dict(stop_args or {})
+    for arguments in (start_args, further):
+        if given := {"task_id", "server"} & set(arguments):
+            raise InvalidInput(
+                f"vllm_server() sets {', '.join(sorted(given))} itself: name the tasks by its argument name."
+            )
     fail_run = further.pop("on_failure_fail_dagrun", None)
     start = StartVllmServerOperator(task_id=f"start_{name}", spec=spec, **common, **start_args)
     dag = start.get_dag()

@@ -8,6 +8,7 @@ from airflow.providers.common.compat.sdk import BaseSensorOperator
 
 from airflow_provider_vllm import worker
 from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu
+from airflow_provider_vllm.operators.literals import naming
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -35,11 +36,13 @@ class GpuAvailableSensor(BaseSensorOperator):
         **kwargs: Any,
     ) -> None:
         super().__init__(mode=mode, poke_interval=poke_interval, **kwargs)
-        if count < 1 or min_free_gib < 0:
-            raise InvalidInput(
-                f"GpuAvailableSensor {self.task_id!r}: count is {count}, min_free_gib {min_free_gib}: "
-                "give at least 1 GPU and no negative memory."
-            )
+        with naming(type(self).__name__, self.task_id):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise InvalidInput(f"count is {count!r}: give a number of GPUs from 1.")
+            if not isinstance(min_free_gib, (int, float)) or not min_free_gib >= 0:
+                raise InvalidInput(
+                    f"min_free_gib is {min_free_gib!r}: give a number of GiB from 0."
+                )
         self.count = count
         self.min_free_gib = min_free_gib
 

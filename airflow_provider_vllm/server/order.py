@@ -138,11 +138,11 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def check_key(key: str) -> str:
+def check_key(key: str, where: str = "The connection of ServerSpec.auth_conn_id") -> str:
     """The key itself when an HTTP header can carry it. Raises InvalidSpec, without showing it."""
     if not re.fullmatch(r"[!-~]+", key):
         raise InvalidSpec(
-            "ServerSpec.auth_conn_id: the password of that connection is empty or has a blank, a line break or a "
-            "character beyond ASCII, which no HTTP header carries. Use letters, digits and punctuation."
+            f"{where}: its password is empty or has a blank, a line break or a character beyond ASCII, which no "
+            "HTTP header carries. Use letters, digits and punctuation."
         )
     return key

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from airflow_provider_vllm import VllmHook
-from airflow_provider_vllm.exceptions import InvalidInput
+from airflow_provider_vllm.exceptions import InvalidInput, ServerUnreachable
 from airflow_provider_vllm.hooks.vllm import base_url_of
 from scripts.airflow_config import free_port
 from tests.fakes.endpoint import Behaviour, ThreadedEndpoint
@@ -170,6 +173,76 @@ def test_a_key_that_no_header_carries_is_refused_without_showing_it(connect: Con
     assert "secret" not in str(caught.value)
 
 
-def test_a_timeout_that_is_no_number(connect: Connect) -> None:
-    with pytest.raises(InvalidInput, match="timeout"):
-        connect(host="gpu", extra={"timeout": "abc"}).get_conn()
+@pytest.mark.parametrize("wrong", ["abc", -1, "nan", "inf", [1]])
+def test_a_timeout_that_is_no_number_of_seconds(connect: Connect, wrong: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"'vllm_default': extra `timeout` is .*seconds above 0"):
+        connect(host="gpu", extra={"timeout": wrong}).get_conn()
+
+
+def test_a_model_that_is_no_text(connect: Connect) -> None:
+    with pytest.raises(InvalidInput, match=r"'vllm_default': extra `model` is \['m'\]"):
+        connect(host="gpu", extra={"model": ["m"]}).endpoint()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host": "http://"}, {"host": "http://:8000"}, {"host": "ftp://gpu"}, {"host": "a b"},
+        {"host": "gpu", "port": 99999}, {"host": "http://gpu:x"}, {"host": "http://gpu?x=1"},
+        {"host": "http://gpu#x"}, {"host": "http://gpu/a b"}, {"host": "exämple..invalid"},
+        {"host": "gpu", "schema": "grpc"}, {"host": "http://[::1"},
+    ],
+)  # fmt: skip
+def test_a_host_that_makes_no_url(connect: Connect, fields: dict[str, Any]) -> None:
+    hook = connect(**fields)
+    for ask in (hook.check, hook.endpoint, hook.get_conn):
+        with pytest.raises(
+            InvalidInput, match=r"'vllm_default' (has no host|makes the URL).*: give"
+        ):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"<html>", "something else than a list of models"),
+        (b"{", "something else than a list of models"),
+        (b"\xff\xfe", "something else than a list of models"),
+        (b"[1]", "something else than a list of models"),
+        (b"null", "something else than a list of models"),
+        (b'{"data": "x"}', "something else than a list of models"),
+        (b'{"data": [1]}', "something else than a list of models"),
+        (b'{"data": []}', "serves nothing: it lists no model yet"),
+        (b"{}", "serves nothing: it lists no model yet"),
+    ],
+)
+def test_a_server_of_another_kind(connect: Connect, answer: bytes, said: str) -> None:
+    with answering(answer) as port:
+        hook = connect(host="127.0.0.1", port=port)
+        with pytest.raises(ServerUnreachable, match=said):
+            hook.check()
+        assert hook.test_connection()[0] is False
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[int]:
+    """The port of a server that answers everything with `body`, said to be JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()

@@ -97,7 +97,8 @@ def test_outlets_carry_the_manifest(root: StateRoot) -> None:
     from airflow.sdk import Asset
 
     answers, context = Asset("answers"), context_of()
-    ask(context, spec=fake_spec(), prompts=PROMPTS, outlets=[answers])
+    outlets = [answers, "something of a plugin's"]
+    ask(context, spec=fake_spec(), prompts=PROMPTS, outlets=outlets)
     assert context["outlet_events"][answers].extra["manifest"]["ok"] == 3
 
 

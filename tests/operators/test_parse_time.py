@@ -17,7 +17,7 @@ from airflow_provider_vllm import (
     VllmServerReadySensor,
 )
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidInput, InvalidPrompts
-from airflow_provider_vllm.operators.batch_arguments import PLACES
+from airflow_provider_vllm.operators.batch_arguments import PLACES, build
 from tests.airflow_unit import context_of
 
 SPEC = {"model": "m"}
@@ -37,6 +37,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"endpoint": "chats"}, "endpoint 'chats' is not known"),
     ({"sampling": [1]}, "sampling is a list: give a dict"),
     ({"sampling": {"stream": True}}, "a batch does not stream"),
+    ({"sampling": {"stop": {"a"}}}, r"sampling\['stop'\] is .*which no request can hold"),
+    ({"sampling": {"temperature": float("nan")}}, r"sampling\['temperature'\] is nan, which no"),
+    ({"batch": {"params": {"x": object()}}}, r"batch\['params'\]\['x'\] is .*no request can hold"),
     ({"batch": 3}, "batch is a int: give a dict"),
     ({"batch": {"max_eror_rate": 0.5}}, "no field 'max_eror_rate': did you mean 'max_error_rate'"),
     ({"batch": {"temperature": 0}}, r"no field 'temperature': write sampling=\{'temperature': ...\}"),
@@ -196,6 +199,16 @@ def test_one_output_for_all_mapped_tasks_is_refused() -> None:
         out = "/d/{{ ti.map_index }}.jsonl"
         partial = VllmBatchOperator.partial(task_id="ask", input_path="in", output_path=out)
         partial.expand(spec=[SPEC, ServerSpec("n")])
+
+
+def test_parameters_take_the_form_that_a_request_has() -> None:
+    import numpy
+
+    sampling = {"logit_bias": {50256: -100}, "stop": ("a",), "temperature": numpy.float32(0.5)}
+    operator = VllmBatchOperator(task_id="ask", spec=SPEC, prompts=["x"], sampling=sampling)
+    assert build(operator._arguments()).params == {
+        "logit_bias": {"50256": -100}, "stop": ["a"], "temperature": 0.5,
+    }  # fmt: skip
 
 
 def test_the_shards_of_split_are_arguments() -> None:

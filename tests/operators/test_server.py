@@ -149,3 +149,13 @@ def test_in_a_task_group_the_names_carry_its_prefix() -> None:
 def test_outside_of_a_dag() -> None:
     with pytest.raises(InvalidInput, match="outside of a DAG"), vllm_server(fake_spec()):
         pass
+
+
+@pytest.mark.parametrize("wrong", [{"task_id": "x"}, {"stop_args": {"server": {}}}])
+def test_what_it_sets_itself(wrong: dict[str, Any]) -> None:
+    with (
+        DAG("d", schedule=None),
+        pytest.raises(InvalidInput, match=r"vllm_server\(\) sets (task_id|server) itself"),
+        vllm_server(fake_spec(), **wrong),
+    ):
+        pass

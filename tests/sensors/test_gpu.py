@@ -79,9 +79,17 @@ def test_a_worker_without_a_driver_fails_at_once_and_says_so(tmp_path: Path) -> 
     assert "libnvidia-ml" in said or "driver" in said
 
 
-@pytest.mark.parametrize("arguments", [{"count": 0}, {"min_free_gib": -1}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"count": 0}, {"count": "1"}, {"count": None}, {"count": True},
+        {"min_free_gib": -1}, {"min_free_gib": "20"}, {"min_free_gib": float("nan")},
+    ],
+)  # fmt: skip
 def test_nonsense(arguments: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="at least 1 GPU and no negative memory"):
+    with pytest.raises(
+        InvalidInput, match=r"^GpuAvailableSensor .wait.: (count|min_free_gib) is .*: give a number"
+    ):
         GpuAvailableSensor(task_id="wait", **arguments)
 
 
