@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import httpx
@@ -25,7 +26,12 @@ LOG_CONTEXT = _SOURCE | _TASK
 
 
 class ApiError(Exception):
-    """Airflow's REST API refused a request; the message has its answer."""
+    """Airflow's REST API refused a request; the message has its answer, `status` its HTTP status
+    where there is one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class WaitTimedOut(AssertionError):
@@ -75,7 +81,8 @@ class AirflowClient:
             self._authenticate()
         answer = self._http.request(method, f"/api/v2{path}", **kwargs)
         if answer.is_error:
-            raise ApiError(f"{method} {path}: HTTP {answer.status_code}: {answer.text[:2000]}")
+            said = f"HTTP {answer.status_code}: {answer.text[:2000]}"
+            raise ApiError(f"{method} {path}: {said}", answer.status_code)
         return answer.json() if answer.content else None
 
     def healthy(self) -> dict[str, str | None]:
@@ -85,6 +92,15 @@ class AirflowClient:
         except (httpx.HTTPError, ValueError):
             return {}
         return {name: part.get("status") for name, part in parts.items()}
+
+    def add_connection(self, connection_id: str, **fields: Any) -> None:
+        """Make a connection; one of this name that is there already is kept."""
+        body = {"connection_id": connection_id, **fields}
+        try:
+            self.request("POST", "/connections", json=body)
+        except ApiError as error:
+            if error.status != HTTPStatus.CONFLICT:
+                raise
 
     # DAGs and runs
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from airflow_provider_vllm.batch.template import Template
 from scripts.airflow_client import AirflowClient, ApiError, WaitTimedOut
 from scripts.airflow_stack import StackFailed
 from scripts.example_airflow import example_airflow, example_model
@@ -95,14 +96,24 @@ def show(client: AirflowClient, run: Run) -> None:
 
 
 def prompts_of(rendered: dict[str, Any]) -> list[str]:
-    """The prompts of a batch as its rendered template shows them."""
-    prompts = rendered.get("prompts")
+    """The prompts of a batch as it sent them: what its rendered arguments show, in its template."""
+    prompts = _shown(rendered.get("prompts")) or []
     if isinstance(prompts, str):
-        try:
-            prompts = json.loads(prompts)
-        except ValueError:
-            prompts = [prompts]
-    return [each if isinstance(each, str) else json.dumps(each) for each in prompts or []]
+        prompts = [prompts]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in prompts]
+    batch = _shown(rendered.get("batch"))
+    text = batch.get("prompt_template") if isinstance(batch, dict) else None
+    return [Template(text).fill({"prompt": each}) for each in texts] if text else texts
+
+
+def _shown(value: Any) -> Any:
+    """A rendered argument, which the REST API gives as JSON or as JSON in a string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def table(prompts: list[str], answers: list[str]) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scripts.demo import prompts_of, table
 from scripts.set_up import ROOT
 
 PROGRAM = """
@@ -31,6 +33,25 @@ def demo(home: Path, set_up: str = "pass") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize(
+    ("rendered", "sent"),
+    [
+        ({"prompts": ["a", "b"]}, ["a", "b"]),
+        ({"prompts": '["a", "b"]', "batch": None}, ["a", "b"]),
+        ({"prompts": "a", "batch": "{}"}, ["a"]),
+        ({"prompts": ["a"], "batch": {"prompt_template": "Say {prompt}!"}}, ["Say a!"]),
+        ({"prompts": '["a"]', "batch": '{"prompt_template": "Say {prompt}!"}'}, ["Say a!"]),
+        ({"prompts": [{"q": 1}]}, ['{"q": 1}']),
+        ({}, []),
+    ],
+)
+def test_the_table_shows_prompts_as_they_were_sent(
+    rendered: dict[str, Any], sent: list[str]
+) -> None:
+    assert prompts_of(rendered) == sent
+    assert len(list(table(sent, ["answer"] * len(sent)))) == 2 + len(sent)
+
+
 @pytest.mark.vllm
 @pytest.mark.stack
 @pytest.mark.usefixtures("vllm_python", "instruct_model")
@@ -44,6 +65,7 @@ def test_demo_answers_shows_its_stages_and_leaves_nothing(tmp_path: Path) -> Non
         "What is the capital of France?                The capital of France is Paris."
         in done.stdout
     )
+    assert "Say it in other words: The capital" in done.stdout, "the prompt as it was sent"
     assert "start_vllm_server        success" in done.stdout
     assert "stop_vllm_server         success" in done.stdout
     assert done.stdout.count('"errors": 0') == 3  # the manifests of three batches
