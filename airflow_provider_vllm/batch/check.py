@@ -164,6 +164,11 @@ def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath)
             )
 
 
+def _has_rows(text: str, to_path: ToPath) -> bool:
+    path = to_path(text)
+    return bool(path.exists() and path.stat().st_size)
+
+
 def _same(one: Any, other: Any) -> bool:
     if is_local(one) and is_local(other):
         try:
@@ -209,25 +214,42 @@ def check_journal(
 def _check_owner(
     spec: BatchSpec, checked: Checked, to_path: ToPath, journal: Journal | None
 ) -> None:
-    """An output or a journal that exists must be of this input, or of an earlier try of this batch."""
+    """Outputs or a journal that exist must be of this input, or of an earlier try of this batch."""
     meta = None if journal is None else check_journal(spec, checked, journal)
-    if spec.output_path is None or not to_path(spec.output_path).exists():
+    if spec.output_path is None or (meta is not None and meta.output_path == spec.output_path):
         return
-    if meta is not None and meta.output_path == spec.output_path:
-        return
-    try:
-        found = orjson.loads(to_path(str(results.manifest_path(spec))).read_bytes())
-        owner, digest = tuple(found["input"]), found["input_digest"]
-    except (OSError, ValueError, KeyError, TypeError):
-        owner, digest = None, None
-    if owner is None:
+    found = _manifest(spec, to_path)
+    if to_path(spec.output_path).exists():
+        _check_manifest(spec, checked, found)
+    errors_at = spec.errors_path
+    if errors_at and found.get("errors_path") != errors_at and _has_rows(errors_at, to_path):
+        raise InvalidPrompts(
+            f"errors_path {errors_at} holds the error rows of another batch, which would be lost; leave it out "
+            "(they go beside the output), name another file, or delete it"
+        )
+
+
+def _check_manifest(spec: BatchSpec, checked: Checked, found: dict[str, Any]) -> None:
+    """Whether the output beside a manifest is of this input."""
+    owner = found.get("input")
+    if not isinstance(owner, list) or not all(isinstance(path, str) for path in owner):
         raise InvalidPrompts(
             f"output_path {spec.output_path} exists and has no manifest that says "
             "whose it is; delete it or name another"
         )
-    if owner != spec.paths or (not spec.paths and digest != checked.extent.digest):
+    digest = found.get("input_digest")
+    if tuple(owner) != spec.paths or (not spec.paths and digest != checked.extent.digest):
         of = ", ".join(owner) or "another list of prompts"
         raise InvalidPrompts(
             f"output_path {spec.output_path} exists and belongs to another input ({of}); name another file, for "
             "example with {{ ds_nodash }} in it, or delete it"
         )
+
+
+def _manifest(spec: BatchSpec, to_path: ToPath) -> dict[str, Any]:
+    """What is beside the output; empty where there is none."""
+    try:
+        found = orjson.loads(to_path(str(results.manifest_path(spec))).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -152,3 +152,21 @@ def test_what_a_killed_try_left_beside_the_outputs_goes(link: ForeignLink, tmp_p
     run(BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl")), link, tmp_path)
     assert not any(path.exists() for path in ours)
     assert all(path.exists() for path in theirs)
+
+
+def test_two_batches_do_not_share_an_errors_file(link: ForeignLink, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [*GOOD, {"prompt": "[[status 400]]"}])
+    one, other = (
+        BatchSpec(
+            input_path=str(source),
+            output_path=str(tmp_path / name),
+            errors_path=str(tmp_path / "errors.jsonl"),
+            max_error_rate=1,
+        )
+        for name in ("one.jsonl", "other.jsonl")
+    )
+    for _ in range(2):  # its own it may write again
+        run_batch(one, link, journal_dir=f"{one.output_path}.journal", log=LOG)
+    with pytest.raises(InvalidPrompts, match="holds the error rows of another batch"):
+        run_batch(other, link, journal_dir=f"{other.output_path}.journal", log=LOG)
+    assert len(read_rows(tmp_path / "errors.jsonl")) == 1
