@@ -26,6 +26,13 @@ def without(name: str) -> dict[str, Any]:
     return row
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 # name, the row, outcome, code, field
 NEVER_SENT = [
     ("not JSON", b"{not json\n", "invalid_json", None),
@@ -139,9 +146,10 @@ def test_a_torn_last_row(link: ForeignLink, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [None, 3, "", [], ["x"], {"prompt": "\ud800"}, "\ud800", {"prompt": float("nan")}, {1: 2}, object()],
+    [None, 3, "", [], ["x"], {"prompt": "\ud800"}, "\ud800", {"prompt": float("nan")}, {1: 2}, object(),
+     nested(5000), {"prompt": nested(5000)}, {"prompt": "a", "params": {"stop": nested(5000)}}],
     ids=["null", "number", "empty", "no messages", "no message", "surrogate", "surrogate text",
-         "nan", "number key", "object"],
+         "nan", "number key", "object", "deep", "deep prompt", "deep parameter"],
 )  # fmt: skip
 def test_a_bad_item_of_a_list(link: ForeignLink, tmp_path: Path, bad: Any) -> None:
     prompts = [f"p{index}" for index in range(GOOD)]
@@ -152,6 +160,36 @@ def test_a_bad_item_of_a_list(link: ForeignLink, tmp_path: Path, bad: Any) -> No
     assert result.answers[4] is None
     assert result.errors[0]["row"] == 4
     assert result.errors[0]["line"] == 5
+
+
+LISTED = [row for row in NEVER_SENT if not isinstance(row[1], bytes)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "field"), [row[1:] for row in LISTED], ids=[row[0] for row in LISTED]
+)
+def test_the_same_rows_of_a_list(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, bad: Any, code: str, field: Any
+) -> None:
+    rows: list[Any] = [batch_row(f"good-{index}", f"prompt {index}") for index in range(GOOD)]
+    result = run(BatchSpec(prompts=[*rows[:4], bad, *rows[4:]]), link, tmp_path)
+    assert result.manifest.outcomes == {"invalid_input": 1, "ok": GOOD}
+    assert result.errors is not None
+    (error,) = result.errors
+    assert (error["row"], error["code"], error.get("field")) == (4, code, field)
+    assert error["message"].startswith("prompts, row 5: ")
+    assert server.behaviour.prompts.total() == GOOD
+
+
+@pytest.mark.parametrize(("bad", "status"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_a_row_of_a_list_that_the_server_refuses(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, bad: Any, status: int
+) -> None:
+    server.behaviour.max_words = 100
+    result = run(BatchSpec(prompts=[*["p"] * GOOD, bad]), link, tmp_path)
+    assert result.manifest.outcomes == {"ok": GOOD, "rejected": 1}
+    assert result.errors is not None
+    assert [(e["row"], e["code"]) for e in result.errors] == [(GOOD, f"http_{status}")]
 
 
 def test_ragged_csv(link: ForeignLink, tmp_path: Path) -> None:
