@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="ray_gpu_placement",
         group="environment",
-        pattern=r"Cannot provide a placement group (?:of|requiring)|number of required (?:GPUs|\w+) exceeds the total number of available|Current node has no (?:GPU|\w+) available|is not included in a placement group|Not enough resources to allocate|placement group .{0,80}(?:timed? ?out|cannot be (?:created|scheduled))|GPUs in the placement group",
+        pattern=r"Cannot provide a placement group (?:of|requiring)|number of required (?:GPUs|\w+) exceeds the total number of available|Current node has no (?:GPU|\w+) available|is not included in a placement group|does not allocate any GPUs on the driver node|Not enough resources to allocate|placement group .{0,80}(?:timed? ?out|cannot be (?:created|scheduled))|GPUs in the placement group",
         explanation="Ray cannot give the engine its GPUs: free GPUs scattered over nodes are not GPUs on one node.",
         first_action="See `ray status` for the free GPUs per node, then lower tensor_parallel_size to what one node has.",
         launch=True,

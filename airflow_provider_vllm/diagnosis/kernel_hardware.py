@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="no_kernel_image",
         group="kernel_hardware",
-        pattern=r"No supported CUDA architectures found|Assertion error \([^)]*\): Unsupported architecture|no kernel image is available for execution|invalid device function|UnsupportedPtxVersion|PTX was compiled with an unsupported toolchain|CUDA error: the provided PTX|invalid device symbol|no kernel found for|not compiled (?:for|with) (?:sm_|SM|your)|compute capability .{0,40} not (?:supported|compatible) with the current PyTorch|is not compatible with the current PyTorch installation",
+        pattern=r"No supported CUDA architectures found|GPU archs? of \S+ (?:is|are) invalid|Assertion error \([^)]*\): Unsupported architecture|no kernel image is available for execution|invalid device function|UnsupportedPtxVersion|PTX was compiled with an unsupported toolchain|CUDA error: the provided PTX|invalid device symbol|no kernel found for|not compiled (?:for|with) (?:sm_|SM|your)|compute capability .{0,40} not (?:supported|compatible) with the current PyTorch|is not compatible with the current PyTorch installation",
         explanation="This build holds no code for this GPU (or its driver is older than the build).",
         first_action="Install a vLLM and torch build for this GPU's compute capability, or update the driver.",
         launch=False,

@@ -34,6 +34,11 @@ _NAMED = re.compile(
 # A shell's word for the SIGKILL of its child; vLLM up to 0.10 kills itself after a fatal signal.
 _KILLED = re.compile(r"^(?:\S+: line \d+:\s+\d+ )?Killed(?:\s|$)")
 _KILLS_ITSELF = "Got fatal signal from worker processes"
+# docker compose, a platform's agent, systemd.
+_EXITED = re.compile(
+    r"(?:^|\s)exited with (?:exit )?(?:code|status) (?P<code>\d+)$"
+    r"|Main process exited, code=(?:exited, status=(?P<status>\d+)|\w+, status=(?P<signal>\d+))/"
+)
 _BROADCAST = "No available shared memory broadcast block found"
 
 
@@ -161,6 +166,17 @@ def was_killed(kept: Sequence[Record]) -> bool:
     end = [record.text for record in kept[-20:]]
     itself = any(_KILLS_ITSELF in record.text for record in kept)
     return not itself and any(_KILLED.search(text) for text in end)
+
+
+def told_exit_status(kept: Sequence[Record]) -> int | None:
+    """The exit status that whoever ran the server wrote under its log, if not 0."""
+    for record in kept[-3:]:
+        found = _EXITED.search(record.text)
+        if found and found["signal"]:
+            return -int(found["signal"])
+        if found and int(found["code"] or found["status"]):
+            return int(found["code"] or found["status"])
+    return None
 
 
 def without_cause(

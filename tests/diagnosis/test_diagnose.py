@@ -324,6 +324,24 @@ def test_a_stop_that_ends_in_sigkill_is_a_stop() -> None:
     assert diagnose([START, LOADING, READY, OK, SHUTDOWN], exit_status=-9).verdict == "stopped"
 
 
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("vllm-1 exited with code 137", "killed_from_outside"),
+        (
+            "systemd[1]: vllm.service: Main process exited, code=killed, status=9/KILL",
+            "died_silently",
+        ),
+        ("[error]worker exited with exit code 136", "native_crash"),
+    ],
+)
+def test_whoever_ran_it_wrote_its_exit_status_under_the_log(line: str, cause: str) -> None:
+    found = diagnose([START, LOADING, line])
+    assert (found.verdict, found.group) == ("failed", "dead_process")
+    assert found.cause == cause
+    assert diagnose([START, LOADING, READY, OK, "vllm-1 exited with code 0"]).verdict == "healthy"
+
+
 def test_a_shell_that_says_killed() -> None:
     found = diagnose(
         [START, LOADING, "serve.sh: line 46:  7164 Killed                  vllm serve"]
