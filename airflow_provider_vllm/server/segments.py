@@ -10,23 +10,25 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from airflow_provider_vllm.server.processes import ask_each, read_memory_file
+
 SHM = Path("/dev/shm")
 
 
 def mapped(pids: Iterable[int]) -> set[str]:
-    """Names of the files in /dev/shm that these processes have mapped (those still linked)."""
+    """Names of the files in /dev/shm that these processes have mapped (those still linked). A process that is
+    stuck in the kernel, and so gives no maps, is left out."""
+    return set().union(*ask_each(pids, _mapped_by).values())
+
+
+def _mapped_by(pid: int) -> set[str]:
     found: set[str] = set()
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/maps", errors="replace") as maps:
-                for line in maps:
-                    # Address, rights, offset, device, inode, and the path from here on (proc(5)).
-                    path = line.rstrip("\n").split(maxsplit=5)[5:]
-                    name = path[0].removeprefix("/dev/shm/") if path else ""
-                    if path and name != path[0] and not name.endswith(" (deleted)"):
-                        found.add(name)
-        except OSError:
-            continue
+    for line in read_memory_file(pid, "maps").decode(errors="replace").split("\n"):
+        # Address, rights, offset, device, inode, and the path from here on (proc(5)).
+        path = line.split(maxsplit=5)[5:]
+        name = path[0].removeprefix("/dev/shm/") if path else ""
+        if path and name != path[0] and not name.endswith(" (deleted)"):
+            found.add(name)
     return found
 
 
@@ -35,7 +37,11 @@ def remove(names: Iterable[str]) -> list[str]:
     names = {name for name in names if _is_segment(name)}
     if not names:
         return []
-    in_use = mapped(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    maps = ask_each(pids, _mapped_by)
+    if len(maps) < len(pids):
+        return []  # one that gives no maps may use any of them: rather left than taken away
+    in_use = set().union(*maps.values())
     removed = []
     for name in sorted(names - in_use):
         try:
