@@ -80,8 +80,9 @@ class Resumed:
 def resume(spec: BatchSpec, checked: Checked, journal: Journal, endpoint: Endpoint) -> Resumed:
     """What an open journal holds for this batch on this endpoint, of which only the name and fingerprint matter.
 
-    Raises InvalidPrompts for another batch's journal, JournalFailed for a damaged one, and BatchFailed for a
-    changed input where `on_changed_input` is "fail".
+    One without a URL is only planned, and may answer otherwise when it is there. Raises InvalidPrompts for another
+    batch's journal, JournalFailed for a damaged one, and BatchFailed for a changed input where `on_changed_input`
+    is "fail".
     """
     fingerprint = spec.fingerprint(endpoint.model, endpoint.fingerprint)
     meta = check_journal(spec, checked, journal, fingerprint)
@@ -90,7 +91,8 @@ def resume(spec: BatchSpec, checked: Checked, journal: Journal, endpoint: Endpoi
     if not earlier.had_answers:
         return Resumed(now, earlier if earlier.deaths else None)
     why = _changes(meta, now)
-    if why and spec.on_changed_input == "fail":
+    is_final = meta is None or meta.input != now.input or bool(endpoint.base_url)
+    if why and is_final and spec.on_changed_input == "fail":
         raise BatchFailed(
             f"{' and '.join(why)} since an earlier try, whose {len(earlier.answers)} answers are in {journal.name}; "
             'put it back, or set on_changed_input="rerun"'

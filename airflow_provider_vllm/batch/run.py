@@ -55,16 +55,18 @@ def run_batch(
     try:
         resumed = resume(spec, checked, journal, endpoint)
         resumed.report(log)
-        journal.write_meta(resumed.meta)
-        if not resumed.is_anything_left:
-            log.info("Nothing is left to send: no server is needed")
-        else:
-            planned, endpoint = endpoint, link.connect()
-            if not endpoint.answers_like(planned):
-                log.info("The server is not as planned: what was answered is looked at again")
-                resumed = resume(spec, checked, journal, endpoint)
-                resumed.report(log)
+        if resumed.is_anything_left:
+            if resumed.left is None:  # whose it is must be known while its server starts
                 journal.write_meta(resumed.meta)
+            planned, endpoint = endpoint, link.connect()
+            if resumed.why or not endpoint.answers_like(planned):
+                resumed = resume(spec, checked, journal, endpoint)
+                if not endpoint.answers_like(planned):
+                    log.info("The server is not as planned")
+                    resumed.report(log)
+        else:
+            log.info("Nothing is left to send: no server is needed")
+        journal.write_meta(resumed.meta)
         return Job(spec, checked, journal, resumed, link, endpoint, log, to_path, on_progress).run()
     finally:
         journal.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
@@ -283,3 +284,25 @@ def test_a_task_of_the_same_run_that_still_works_is_a_rival_too(
     finally:
         first.join()
     assert len(read_rows(tmp_path / "out.jsonl")) == 1
+
+
+def test_a_server_that_comes_up_otherwise_than_planned(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a start with another option was the remedy: each try plans the one, and gets the other."""
+
+    class Remedied(ForeignLink):
+        def planned(self) -> Endpoint:
+            return replace(self.endpoint, base_url="", fingerprint="planned")
+
+    other = Remedied(link.endpoint.base_url)
+    other.endpoint = replace(link.endpoint, fingerprint="remedied")
+    rows = [{"prompt": f"p{index}"} for index in range(5)]
+    strict = spec(tmp_path, rows, on_changed_input="fail")
+    run(strict, other, tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert run(strict, other, tmp_path).manifest.reused == 5
+    assert "The server is not as planned" in caplog.text
+    with pytest.raises(BatchFailed, match="the model or the parameters changed"):
+        run(strict.replace(params={"seed": 1}), other, tmp_path)
+    assert run(strict, other, tmp_path).manifest.reused == 5
