@@ -73,7 +73,7 @@ def _judge(life: Life, exit_status: int | None, evidence: Mapping[str, Any]) -> 
     if len(whole) < len(lines):
         life = life.judged_anew((number, text) for number, (_, text) in whole)
     kept = parsed(whole)
-    if exit_status is None:
+    if exit_status is None and life.orderly is None:
         exit_status = silent.told_exit_status(kept)
     found = events(kept, NATIVE)
     case = _Case(life, kept, found, blame(found, kept, life, RULES), exit_status, evidence)

@@ -330,7 +330,7 @@ def test_a_stop_that_ends_in_sigkill_is_a_stop() -> None:
         ("vllm-1 exited with code 137", "killed_from_outside"),
         (
             "systemd[1]: vllm.service: Main process exited, code=killed, status=9/KILL",
-            "died_silently",
+            "killed_from_outside",
         ),
         ("[error]worker exited with exit code 136", "native_crash"),
     ],
@@ -340,6 +340,7 @@ def test_whoever_ran_it_wrote_its_exit_status_under_the_log(line: str, cause: st
     assert (found.verdict, found.group) == ("failed", "dead_process")
     assert found.cause == cause
     assert diagnose([START, LOADING, READY, OK, "vllm-1 exited with code 0"]).verdict == "healthy"
+    assert diagnose([START, LOADING, READY, OK, SHUTDOWN, line]).verdict == "stopped"
 
 
 def test_a_shell_that_says_killed() -> None:
