@@ -269,10 +269,13 @@ class Journal:
         return total
 
     def close(self) -> None:
-        """Flush what can be, and give the lock back. Never raises."""
+        """Flush what can be, and give the lock back; a segment without a record goes. Never raises."""
         if self._fd >= 0:
             with contextlib.suppress(JournalFailed):
                 self.flush()
+            with contextlib.suppress(OSError):
+                if not os.fstat(self._fd).st_size:  # of a try that only waited
+                    self._segments[-1].unlink()
             with contextlib.suppress(OSError):
                 os.close(self._fd)
             self._fd = -1

@@ -59,7 +59,8 @@ def run_batch(
             if resumed.left is None:  # whose it is must be known while its server starts
                 journal.write_meta(resumed.meta)
             planned, endpoint = endpoint, link.connect()
-            if resumed.why or not endpoint.answers_like(planned):
+            judge = resumed.why and spec.on_changed_input == "fail"
+            if judge or not endpoint.answers_like(planned):
                 resumed = resume(spec, checked, journal, endpoint)
                 if not endpoint.answers_like(planned):
                     log.info("The server is not as planned")

@@ -161,3 +161,11 @@ def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+
+
+def test_a_try_that_only_waits_leaves_no_segment(tmp_path: Path) -> None:
+    for _ in range(3):
+        journal = Journal(tmp_path)
+        journal.open()
+        journal.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
