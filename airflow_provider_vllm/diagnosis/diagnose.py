@@ -73,8 +73,8 @@ def _judge(life: Life, exit_status: int | None, evidence: Mapping[str, Any]) -> 
     if len(whole) < len(lines):
         life = life.judged_anew((number, text) for number, (_, text) in whole)
     kept = parsed(whole)
-    if exit_status is None and life.orderly is None:
-        exit_status = silent.told_exit_status(kept)
+    if exit_status is None:
+        exit_status = _told(life, kept)
     found = events(kept, NATIVE)
     case = _Case(life, kept, found, blame(found, kept, life, RULES), exit_status, evidence)
     if _stopped_in_order(case):
@@ -87,6 +87,12 @@ def _judge(life: Life, exit_status: int | None, evidence: Mapping[str, Any]) -> 
     if suspect is not None:
         return _named(case, suspect)
     return _context(case, silent.without_cause(life, kept, _wrappers(case), exit_status, evidence))
+
+
+def _told(life: Life, kept: Sequence[Record]) -> int | None:
+    """The exit status under the log; of a server at work only a signal: it may be its neighbour's."""
+    told = None if life.orderly is not None else silent.told_exit_status(kept)
+    return told if life.serving is None or _signal(told) is not None else None
 
 
 def _signal(exit_status: int | None) -> int | None:
