@@ -84,8 +84,9 @@ class VllmHook(BaseHook):
         import openai
 
         what = f"The server of connection {self.vllm_conn_id!r} at {self._connection()[0]}"
+        client = self.get_conn().with_options(timeout=10, max_retries=0)
         try:
-            with self.get_conn().with_options(timeout=10, max_retries=0) as client:
+            with client:
                 return [model.id for model in client.models.list()]
         except (openai.AuthenticationError, openai.PermissionDeniedError) as exc:
             raise InvalidInput(

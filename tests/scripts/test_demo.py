@@ -65,7 +65,7 @@ def test_demo_answers_shows_its_stages_and_leaves_nothing(tmp_path: Path) -> Non
         "What is the capital of France?                The capital of France is Paris."
         in done.stdout
     )
-    assert "Say it in other words: The capital" in done.stdout, "the prompt as it was sent"
+    assert "Say it in other words:" in done.stdout, "the prompt as it was sent"
     assert "start_vllm_server        success" in done.stdout
     assert "stop_vllm_server         success" in done.stdout
     assert done.stdout.count('"errors": 0') == 3  # the manifests of three batches
