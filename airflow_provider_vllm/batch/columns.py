@@ -22,7 +22,13 @@ from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_
 from airflow_provider_vllm.batch.csv_rows import CsvWriter
 from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.journal import Journal
-from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
+from airflow_provider_vllm.batch.parquet_rows import BATCH, ROWS
+from airflow_provider_vllm.batch.parquet_tables import (
+    nullable,
+    parquet_schema,
+    parquet_tables,
+    pyarrow_for_output,
+)
 from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
 from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -41,7 +47,7 @@ def check_columns(spec: BatchSpec, sources: tuple[Source, ...]) -> None:
     if spec.output_path is None or spec.form != "columns":
         return
     if spec.suffix == ".parquet":
-        _pyarrow()
+        pyarrow_for_output()
         if _all_parquet(sources):
             parquet_schema(sources)
     added = (spec.answer_column, spec.error_column)
@@ -237,17 +243,6 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _pyarrow() -> Any:
-    try:
-        import pyarrow  # type: ignore[import-untyped]
-        import pyarrow.parquet  # type: ignore[import-untyped]
-    except ImportError:
-        raise InvalidPrompts(
-            "a Parquet output needs pyarrow, which is not installed; install the extra [parquet]"
-        ) from None
-    return pyarrow
-
-
 def _write_parquet(
     spec: BatchSpec,
     sources: tuple[Source, ...],
@@ -255,7 +250,7 @@ def _write_parquet(
     out: Any,
     as_text: bool = False,
 ) -> int:
-    pa = _pyarrow()
+    pa = pyarrow_for_output()
     added = [
         pa.field(spec.answer_column, pa.string() if as_text else _answer_type(pa, spec)),
         pa.field(spec.error_column, pa.string()),
@@ -320,43 +315,18 @@ def _all_parquet(sources: tuple[Source, ...]) -> bool:
     return bool(sources) and all(source.format == "parquet" for source in sources)
 
 
-def nullable(schema: Any) -> Any:
-    """The same columns, where each may be null."""
-    fields = [field.with_nullable(True) for field in schema]
-    return _pyarrow().schema(fields, schema.metadata)
-
-
-def parquet_schema(sources: tuple[Source, ...]) -> Any:
-    """The columns of all files. Raises InvalidPrompts where a column has several types, or a name stands twice."""
-    pa = _pyarrow()
-    schema: Any = None
-    for source in sources:
-        with source.open() as raw, parquet_file(source, raw) as file:
-            own = file.schema_arrow
-        try:
-            schema = own if schema is None else pa.unify_schemas([nullable(schema), nullable(own)])
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            raise InvalidPrompts(
-                f"input_path {source.name} has other types than {sources[0].name}, which one Parquet output cannot "
-                f"hold: {error}; make them equal, or name the output .jsonl"
-            ) from error
-    return schema
-
-
-def parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
-    """Tables of one schema: a column that a file lacks is null, and so is a damaged row."""
-    for source in sources:
-        for batch in parquet_parts(source, ROWS):
-            if isinstance(batch, Damage):
-                yield schema.empty_table().take(pa.nulls(batch.rows, pa.int64()))
-                continue
-            columns = [
-                batch.column(field.name).cast(field.type)
-                if field.name in batch.schema.names
-                else pa.nulls(batch.num_rows, field.type)
-                for field in schema
-            ]
-            yield pa.Table.from_arrays(columns, schema=schema)
+def _chunks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """As many rows as a group has, and fewer of large ones."""
+    chunk: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(chunk) == ROWS or size > BATCH:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _made_tables(
@@ -369,8 +339,8 @@ def _made_tables(
     )
 
     def tables() -> Iterator[Any]:
-        rows, first = columns_of_records(spec, sources), 0
-        while chunk := list(islice(rows, ROWS)):
+        first = 0
+        for chunk in _chunks(columns_of_records(spec, sources)):
             arrays = [
                 _array(pa, field, [row.get(field.name) for row in chunk], first) for field in schema
             ]

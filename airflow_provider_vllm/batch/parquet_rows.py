@@ -14,6 +14,8 @@ from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
 ROWS = 1024
+BATCH = 1 << 24  # bytes of an Arrow batch, about: rows may be large
+BUFFER = 1 << 20  # bytes read at once, and not a whole column of a row group
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def parquet_file(source: Source, raw: Any) -> Any:
             f"input_path {source.name} is Parquet, and pyarrow is not installed; install the extra [parquet]"
         ) from None
     try:
-        file = parquet.ParquetFile(raw, page_checksum_verification=True)
+        file = parquet.ParquetFile(raw, page_checksum_verification=True, buffer_size=BUFFER)
     except (ArrowException, OSError) as error:
         raise InvalidPrompts(f"input_path {source.name} is not Parquet: {error}") from error
     names = file.schema_arrow.names
@@ -56,9 +58,11 @@ def parquet_parts(source: Source, rows: int = ROWS) -> Iterator[Any]:
 
         groups = file.metadata.num_row_groups
         for group in range(groups):
-            left = file.metadata.row_group(group).num_rows
+            about = file.metadata.row_group(group)
+            left = about.num_rows
+            fitting = BATCH * left // max(about.total_byte_size, 1)
             try:
-                for batch in file.iter_batches(rows, row_groups=[group]):
+                for batch in file.iter_batches(min(rows, max(fitting, 1)), row_groups=[group]):
                     left -= batch.num_rows
                     yield batch
             except (ArrowException, OSError) as error:

@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 
 from airflow_provider_vllm.batch import results
-from airflow_provider_vllm.batch.columns import nullable, parquet_schema, parquet_tables
 from airflow_provider_vllm.batch.csv_rows import CsvWriter, csv_rows
+from airflow_provider_vllm.batch.parquet_tables import nullable, parquet_schema, parquet_tables
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import (
     ToPath,

@@ -9,8 +9,10 @@ import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
+from airflow_provider_vllm.batch.parquet_rows import parquet_parts
 from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.shards import split
+from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidPrompts
 from tests.batch.helpers import ForeignLink, read_rows, run
@@ -113,6 +115,19 @@ def test_a_column_that_python_cannot_hold(
             == parquet.read_schema(tmp_path / "in.parquet").field("odd").type
         )
         assert out.column("odd").cast(array.type) == table.column("odd")
+
+
+def test_large_rows_are_read_and_written_a_few_at_a_time(link: ForeignLink, tmp_path: Path) -> None:
+    texts = [f"{index}" + "x" * (1 << 20) for index in range(24)]
+    parquet.write_table(
+        pyarrow.table({"prompt": texts}), tmp_path / "in.parquet", compression="none"
+    )
+    source = Source("in", tmp_path / "in.parquet", "parquet", False)
+    assert max(batch.nbytes for batch in parquet_parts(source)) < 20 << 20
+    rows = [{"prompt": text} for text in texts]
+    run(BatchSpec(prompts=rows, output_path=str(tmp_path / "out.parquet")), link, tmp_path)
+    out = parquet.ParquetFile(tmp_path / "out.parquet").metadata
+    assert [out.row_group(group).num_rows for group in range(out.num_row_groups)] == [16, 8]
 
 
 def test_two_columns_of_one_name(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Parquet files in; their columns as one schema, and their rows as tables of it, out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
+from airflow_provider_vllm.batch.source import Source
+from airflow_provider_vllm.exceptions import InvalidPrompts
+
+
+def pyarrow_for_output() -> Any:
+    """The package. Raises InvalidPrompts where it is not installed."""
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise InvalidPrompts(
+            "a Parquet output needs pyarrow, which is not installed; install the extra [parquet]"
+        ) from None
+    return pyarrow
+
+
+def nullable(schema: Any) -> Any:
+    """The same columns, where each may be null."""
+    fields = [field.with_nullable(True) for field in schema]
+    return pyarrow_for_output().schema(fields, schema.metadata)
+
+
+def parquet_schema(sources: tuple[Source, ...]) -> Any:
+    """The columns of all files. Raises InvalidPrompts where a column has several types."""
+    pa = pyarrow_for_output()
+    schema: Any = None
+    for source in sources:
+        with source.open() as raw, parquet_file(source, raw) as file:
+            own = file.schema_arrow
+        try:
+            schema = own if schema is None else pa.unify_schemas([nullable(schema), nullable(own)])
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise InvalidPrompts(
+                f"input_path {source.name} has other types than {sources[0].name}, which one Parquet output cannot "
+                f"hold: {error}; make them equal, or name the output .jsonl"
+            ) from error
+    return schema
+
+
+def parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
+    """Tables of one schema: a column that a file lacks is null, and so is a damaged row."""
+    for source in sources:
+        for batch in parquet_parts(source, ROWS):
+            if isinstance(batch, Damage):
+                yield schema.empty_table().take(pa.nulls(batch.rows, pa.int64()))
+                continue
+            columns = [
+                batch.column(field.name).cast(field.type)
+                if field.name in batch.schema.names
+                else pa.nulls(batch.num_rows, field.type)
+                for field in schema
+            ]
+            yield pa.Table.from_arrays(columns, schema=schema)
