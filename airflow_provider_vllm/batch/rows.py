@@ -108,16 +108,14 @@ class RowMaker:
         return self._seen.add(hash(custom_id))
 
     def _bad(self, number: int, source: str, line: int, value: Any, error: Any) -> BadRow:
-        record = value
+        record = value.columns if isinstance(value, RecordError) else value
         if isinstance(value, bytes):
             try:
                 record = orjson.loads(value)
             except orjson.JSONDecodeError:
                 record = None
-        own = record.get("custom_id") if isinstance(record, dict) else None
-        custom_id = (
-            own if isinstance(own, str) and own and _is_utf8(own) else self.default_id(number)
-        )
+        own = _own_id(record) if isinstance(record, dict) else None
+        custom_id = own or self.default_id(number)
         return BadRow(
             number, custom_id, error.code, str(error), source, line, getattr(error, "field", None)
         )
