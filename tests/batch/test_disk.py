@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm.batch.run import check_inputs
+from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
 from tests.batch.helpers import (
     ForeignLink,
@@ -122,6 +124,37 @@ def test_a_disk_with_too_little_room(
             if path.is_file():
                 shutil.copy(path, tmp_path)
     check(tmp_path, quiet)
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "jsonl.gz"])
+def test_no_room_for_results_of_any_form(
+    server: ThreadedEndpoint, tmp_path: Path, form: str
+) -> None:
+    """The journal fits, the results only in part."""
+    source, chance = tmp_path / "in.csv", random.Random(1)
+    lines = (f"row {number} {chance.randbytes(300).hex()}\n" for number in range(300))
+    source.write_text("prompt\n" + "".join(lines))
+    folder = tmp_path / "disk"
+    spec = arguments(tmp_path, input_path=str(source), output_path=str(tmp_path / f"out.{form}"))
+    run(BatchSpec(**spec), ForeignLink(server.base_url), tmp_path)
+    expected = (tmp_path / f"out.{form}").read_bytes()
+    journal = sum(path.stat().st_size for path in (tmp_path / "journal").iterdir())
+    spec["output_path"] = str(folder / f"out.{form}")
+    with SmallDisk(folder, journal + len(expected) // 3 + 16_384) as disk:
+
+        def once() -> tuple[int, str, str]:
+            journal = folder / "journal"
+            return finish(start_child(journal, server.base_url, spec, prefix=disk.enter))
+
+        status, out, err = once()
+        assert status == 3, err
+        assert f"disk/out.{form} cannot be written: No space left on device" in out
+        assert [path.name for path in disk.files.iterdir()] == ["journal"]
+        disk.grow(64 << 20)
+        status, out, err = once()
+        assert status == 0, err
+        assert json.loads(out)["reused"] == 300
+        assert (disk.files / f"out.{form}").read_bytes() == expected
 
 
 def answered_in(folder: Path) -> int:
