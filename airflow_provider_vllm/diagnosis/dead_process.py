@@ -10,7 +10,7 @@ INTERRUPTS: tuple[Rule, ...] = (
     Rule(
         id="killed_by_scheduler",
         group="dead_process",
-        pattern=r"slurmstepd: error: .*(?:DUE TO TIME LIMIT|CANCELLED AT)|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|PBS: job killed|TERM_RUNLIMIT|KeyboardInterrupt: terminated|\*\*\* SIGTERM received at time=|^(?:Hangup|Terminated)$",
+        pattern=r"slurmstepd: error: .*(?:DUE TO TIME LIMIT|CANCELLED AT)|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|PBS: job killed|TERM_RUNLIMIT|KeyboardInterrupt: terminated|^(?:Hangup|Terminated)$",
         explanation="The batch system or the platform ended the job; vLLM did nothing wrong.",
         first_action="Ask for a longer time limit, or send fewer requests per job.",
         launch=True,
@@ -19,9 +19,22 @@ INTERRUPTS: tuple[Rule, ...] = (
         interrupts=True,
         examples=(
             "slurmstepd: error: *** JOB 4242 ON gpu-07 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***",
-            "(EngineCore pid=7) *** SIGTERM received at time=1764590400 on cpu 3 ***",
         ),
         near_misses=("slurmstepd: error: Detected 1 oom_kill event in StepId=4242.batch.",),
+    ),
+    Rule(
+        id="sigterm_received",
+        group="dead_process",
+        pattern=r"\*\*\* SIGTERM received at time=",
+        explanation="Something outside sent SIGTERM to a process of the server; vLLM did nothing wrong.",
+        first_action="Find out who ended it (a time limit, a pod's eviction, Ray), then start it again.",
+        launch=True,
+        request=True,
+        native=True,
+        victim=True,
+        interrupts=True,
+        confidence=0.75,
+        examples=("(EngineCore pid=7) *** SIGTERM received at time=1764590400 on cpu 3 ***",),
     ),
     Rule(
         id="interrupted",

@@ -120,9 +120,10 @@ def _interrupted(case: _Case) -> Diagnosis | None:
     interrupt, suspect = case.blame.interrupt, case.blame.suspect
     signal = _signal(case.exit_status)
     if interrupt is not None:
-        earlier = suspect is not None and suspect.strength == STRONG
-        if earlier and suspect is not None and suspect.event.number < interrupt.event.number:
-            return None
+        if suspect is not None and suspect.strength == STRONG:
+            follows = interrupt.rule is not None and interrupt.rule.victim
+            if follows or suspect.event.number < interrupt.event.number:
+                return None
         base = silent.interrupted(case.life, interrupt.rule)
         return _at(case, base, interrupt.event)
     if signal in (2, 15) and (suspect is None or suspect.strength != STRONG):

@@ -28,10 +28,17 @@ _BOUNDARY = re.compile(r".*(?:[\]:|>)-] |\t)")
 
 def learn_prefix(texts: Sequence[str]) -> re.Pattern[str] | None:
     """The pattern of the foreign prefix; None where no such prefix stands out."""
-    shape = _common_beginning([text for text in texts if text.strip()]) or _before_anchors(texts)
-    if shape is None:
-        return None
-    return re.compile(re.escape(shape).replace("0", r"\d+").removesuffix("\\ ") + r"\ ?")
+    common = _common_beginning([text for text in texts if text.strip()])
+    if common is None:
+        anchored = _before_anchors(texts)
+        return re.compile(_pattern(anchored)) if anchored else None
+    outer = re.compile(_pattern(common))
+    inner = _before_anchors([outer.sub("", text, count=1) for text in texts])
+    return re.compile(f"{outer.pattern}(?:{_pattern(inner)})?") if inner else outer
+
+
+def _pattern(shape: str) -> str:
+    return re.escape(shape).replace("0", r"\d+").removesuffix("\\ ") + r"\ ?"
 
 
 def _common_beginning(texts: Sequence[str]) -> str | None:

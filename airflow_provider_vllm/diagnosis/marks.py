@@ -40,7 +40,8 @@ _DIGITS = b"0123456789"
 
 
 class Marks(NamedTuple):
-    """What one line says. `start` is "server" or "engine" where one starts there."""
+    """What one line says. `start` is "server" or "engine" where one starts there, or "process" where
+    any Python process of vLLM does."""
 
     start: str | None = None
     stage: str | None = None
@@ -91,7 +92,9 @@ def _together(marks: list[Marks]) -> Marks:
 def _start(line: str) -> str | None:
     if "ersion" in line and _SERVER_START.search(line):
         return "server"
-    return "engine" if "Initializing a" in line and _ENGINE_START.search(line) else None
+    if "Initializing a" in line and _ENGINE_START.search(line):
+        return "engine"
+    return "process" if "Automatically detected platform" in line else None
 
 
 class MarkCache:

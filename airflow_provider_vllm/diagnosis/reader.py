@@ -125,10 +125,13 @@ class Life:
         return self.ready or self.first_answer
 
     def over_before(self, start: str) -> bool:
-        """Whether a line that starts a "server" or an "engine" begins another life.
+        """Whether a line that starts a "server", an "engine" or a "process" begins another life.
 
         A server starts its engine in the same life; a script may start one engine after another.
+        Each has many processes, but one that follows a failure before all that is another attempt.
         """
+        if start == "process":
+            return self.troubled and self.started_by is None
         if start == "engine" and self.started_by == "server":
             return False
         return self.ended or self.ready is not None
@@ -229,8 +232,9 @@ class _Reader:
                 self.transcript.before = life
                 self.transcript.lives += 1
                 life = self.transcript.last = Life(first=number)
-            life.started = life.started or number
-            life.started_by = life.started_by or marks.start
+            if marks.start != "process":
+                life.started = life.started or number
+                life.started_by = life.started_by or marks.start
         life.add(number, line, marks)
 
 
