@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import threading
@@ -191,8 +192,9 @@ def test_a_kill_of_a_batch_leaves_the_shared_server(root: StateRoot) -> None:
 
 
 def test_a_kill_while_the_input_is_read(root: StateRoot, tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    os.mkfifo(source)  # its reader waits for a writer
+    source = tmp_path / "in.jsonl.gz"
+    part = gzip.compress(b'{"prompt": "x"}\n' * 1_000_000)
+    source.write_bytes(part * 200)  # gigabytes when it is read
     task = VllmBatchOperator(
         task_id="ask", spec=fake_spec(), input_path=str(source), output_path=f"{tmp_path}/out.jsonl"
     )
