@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def test_a_detached_process_is_found_and_ended() -> None:
 
 
 def test_a_segment_counts_when_nobody_has_it_open() -> None:
+    resource_tracker.ensure_running()  # else the first segment starts it
     before = Snapshot()
     segment = SharedMemory(create=True, size=16, name="psm_left_by_a_test")
     try:
