@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidInput
@@ -64,6 +64,10 @@ class Literals:
 
     def check_server(self, server: Any) -> None:
         """Raises InvalidHandle for a literal `server` that can be no handle; None is fine."""
+        if isinstance(server, ContextDecorator):
+            raise InvalidHandle(
+                "server is a context that was not entered: write `with vllm_server(...) as server:`."
+            )
         if server is None or isinstance(server, Mapping) or callable(server):
             return
         if self.known(server):

@@ -15,6 +15,7 @@ from airflow_provider_vllm import (
     StopVllmServerOperator,
     VllmBatchOperator,
     VllmServerReadySensor,
+    vllm_server,
 )
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidInput, InvalidPrompts
 from airflow_provider_vllm.operators.batch_arguments import PLACES, build
@@ -268,6 +269,18 @@ def test_the_other_operators() -> None:
         VllmServerReadySensor(task_id="a", server="start")  # type: ignore[arg-type]
     for kind in (StopVllmServerOperator, VllmServerReadySensor):
         kind(task_id="a", server=LATER)  # type: ignore[arg-type]
+
+
+def test_what_is_easily_taken_for_a_handle() -> None:
+    start: Any = StartVllmServerOperator(task_id="start", spec=SPEC)
+    for given, said in (
+        (vllm_server(SPEC), r"write `with vllm_server\(\.\.\.\) as server:`"),
+        (start, "server is a StartVllmServerOperator: give the output of"),
+    ):
+        with pytest.raises(InvalidHandle, match=rf"^VllmBatchOperator 'ask': .*{said}"):
+            VllmBatchOperator(task_id="ask", server=given, prompts=["x"])  # type: ignore[arg-type]
+    with pytest.raises(InvalidPrompts, match=r"must be a list, not StartVllmServerOperator"):
+        VllmBatchOperator(task_id="ask", server=start.output, prompts=start)
 
 
 def test_no_argument_of_airflows_own_is_taken_for_one_of_ours() -> None:
