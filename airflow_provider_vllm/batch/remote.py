@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -27,6 +28,8 @@ from airflow_provider_vllm.exceptions import JournalFailed
 log = logging.getLogger(__name__)
 PREFIX = "vllm-journal-"
 PART = re.compile(r"(rows-[\w-]+\.log)\.(\d+)\.part")
+PATIENCE = 1.0  # seconds that `sync` waits for a storage
+LAST_PATIENCE = 10.0  # and `close`
 LAST_TRIES = (0.0, 0.5, 1.0)  # pauses before each, when the journal is closed
 BEGUN = 60.0  # seconds; by then a process has long locked the folder that it made
 
@@ -38,6 +41,7 @@ class RemoteJournal(Journal):
         super().__init__(Path(str(remote)))
         self._remote = remote
         self._sent = self._part = 0
+        self._sending: threading.Thread | None = None
         self._segment = ""
 
     @property
@@ -104,8 +108,17 @@ class RemoteJournal(Journal):
             raise OSError(str(error)) from error
 
     def sync(self) -> None:
-        """Send what is new as one more part."""
+        """Send what is new as one more part.
+
+        A storage that hangs is not waited for: whoever calls has the server to watch.
+        """
         super().sync()
+        if self._sending is None or not self._sending.is_alive():
+            self._sending = threading.Thread(target=self._try_to_send, daemon=True)
+            self._sending.start()
+        self._sending.join(PATIENCE)
+
+    def _try_to_send(self) -> None:
         try:
             self._send()
         except Exception as error:  # object stores have errors of their own
@@ -137,12 +150,20 @@ class RemoteJournal(Journal):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send_last(self) -> None:
+        problem: Exception = TimeoutError("an upload hangs")
+        if self._sending is not None:
+            self._sending.join(LAST_PATIENCE)
+            if self._sending.is_alive():
+                return self._give_up(problem)
         for pause in LAST_TRIES:
             time.sleep(pause)
             try:
                 return self._send()
             except Exception as error:
                 problem = error
+        self._give_up(problem)
+
+    def _give_up(self, problem: Exception) -> None:
         log.warning(
             "The last answers could not be sent to %s, so a retry asks for them again: %s",
             self._remote,

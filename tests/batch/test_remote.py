@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 from upath import UPath
 
+from airflow_provider_vllm.batch import remote
 from airflow_provider_vllm.batch.remote import RemoteJournal, journal_at
 from airflow_provider_vllm.batch.run import check_inputs, run_batch
 from airflow_provider_vllm.batch.sources import local_path
@@ -249,3 +251,50 @@ def test_a_remote_input_of_the_same_size_that_changed_is_noticed(
         result = run(spec(source), link)
     assert (result.manifest.reused, result.manifest.changed) == (8, 1)
     assert "1 changed and run again (the input changed)" in caplog.text
+
+
+def test_a_storage_that_hangs_holds_up_neither_rows_nor_progress(
+    server: ThreadedEndpoint, link: ForeignLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.behaviour.latency = 0.1
+    source = put("in.jsonl")
+    send, free, hung = RemoteJournal._put, threading.Event(), threading.Event()
+
+    def hang(self: RemoteJournal, name: str, data: bytes) -> None:
+        if name.endswith(".part") and not hung.is_set():
+            hung.set()
+            assert free.wait(30)
+        send(self, name, data)
+
+    def see(numbers: dict[str, Any]) -> None:
+        if hung.is_set() and numbers["done"] >= 30:
+            free.set()
+
+    monkeypatch.setattr(RemoteJournal, "_put", hang)
+    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+    given = {"concurrency": 2, "pack": 1, "journal_sync": 0.1, "progress_interval": 0.1}
+    result = run(spec(source, **given), link, on_progress=see)
+    assert free.is_set(), "progress went on while the upload hung"
+    assert result.manifest.outcomes == {"ok": 40}
+    assert run(spec(source), link).manifest.reused == 40, "what hung came after all"
+
+
+def test_a_storage_that_hangs_for_good(
+    link: ForeignLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The results do not wait for the journal, which says what it lacks."""
+    free = threading.Event()
+
+    def hang(self: RemoteJournal, name: str, data: bytes) -> None:
+        if name.endswith(".part"):
+            free.wait(30)
+
+    monkeypatch.setattr(RemoteJournal, "_put", hang)
+    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+    monkeypatch.setattr(remote, "LAST_PATIENCE", 0.2)
+    try:
+        run(spec(put("in.jsonl")), link)
+    finally:
+        free.set()
+    assert "out.jsonl" in names()
+    assert "could not be sent" in caplog.text
