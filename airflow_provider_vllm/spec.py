@@ -109,7 +109,9 @@ class ServerSpec:
 
     def __post_init__(self) -> None:
         fields.text("model", self.model)
-        name = self.served_model_name or PurePosixPath(self.model.rstrip("/")).name
+        name = self.served_model_name
+        if name is None or (isinstance(name, str) and not name):
+            name = PurePosixPath(self.model.rstrip("/")).name
         self._set("served_model_name", fields.text("served_model_name", name))
         self._set("gpus", fields.gpus(self.gpus))
         self._set("engine_args", fields.engine_args(self.engine_args))
@@ -126,7 +128,7 @@ class ServerSpec:
         fields.number("gpu_wait_timeout", self.gpu_wait_timeout, low=0)
         if self.max_lifetime is not None:
             fields.number("max_lifetime", self.max_lifetime, low=1)
-        if self.preflight not in ("fail", "warn", "off"):
+        if not isinstance(self.preflight, str) or self.preflight not in ("fail", "warn", "off"):
             raise InvalidSpec(
                 f"ServerSpec.preflight is {self.preflight!r}: use 'fail', 'warn' or 'off'."
             )

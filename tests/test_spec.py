@@ -258,6 +258,7 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_options() -> None:
 
 def test_defaults_that_are_derived() -> None:
     assert ServerSpec("org/name/").served_model_name == "name"
+    assert ServerSpec.of({"model": "name", "served_model_name": None}).served_model_name == "name"
     line = {"model": "m", "command": "serve --port {port}"}
     assert ServerSpec.of(line).command == ("serve", "--port", "{port}")
     assert ServerSpec("m", lora_modules={}).lora_modules is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import decimal
 import inspect
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from airflow_provider_vllm import (
     VllmServerReadySensor,
     vllm_server,
 )
+from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidInput, InvalidPrompts
-from airflow_provider_vllm.operators.batch_arguments import PLACES, build
+from airflow_provider_vllm.operators.batch_arguments import ARGUMENTS, PLACES, build
 from tests.airflow_unit import context_of
 
 SPEC = {"model": "m"}
@@ -269,6 +273,39 @@ def test_the_other_operators() -> None:
         VllmServerReadySensor(task_id="a", server="start")  # type: ignore[arg-type]
     for kind in (StopVllmServerOperator, VllmServerReadySensor):
         kind(task_id="a", server=LATER)  # type: ignore[arg-type]
+
+
+JUNK: list[Any] = [
+    "", "\0", "x\ny", "é" * 5000, "\udcff", 0, -1, 1.5, 2**70, float("nan"), 1j, True, b"x", (), [[]], {},
+    {1: 2}, {"a": {1, 2}}, {"x": [object()]}, set(), range(3), iter([1]), len, object(), int, ...,
+    Path("x"), Exception("x"), ServerSpec("m"), decimal.Decimal(1), datetime.date(2026, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, "spec", *BatchSpec.__dataclass_fields__])
+def test_junk_is_refused_in_words(name: str) -> None:
+    """Taken or refused as InvalidInput, and nothing else."""
+    for value in JUNK:
+        rest = {"spec": SPEC, "prompts": ["x"], "output_path": LATER}
+        if name in (*ARGUMENTS, "spec"):
+            rest.pop(
+                {"server": "spec", "vllm_conn_id": "spec", "input_path": "prompts"}.get(name, ""),
+                None,
+            )
+            arguments: dict[str, Any] = {**rest, name: value}
+        else:
+            arguments = {**rest, "batch": {name: value}}
+        with contextlib.suppress(InvalidInput):
+            VllmBatchOperator(task_id="ask", **arguments)
+        with contextlib.suppress(InvalidInput):
+            VllmBatchOperator.partial(task_id="ask", **arguments).expand(doc=["a"])
+
+
+@pytest.mark.parametrize("name", ServerSpec.__dataclass_fields__)
+def test_junk_in_a_spec_is_refused_in_words(name: str) -> None:
+    for value in JUNK:
+        with contextlib.suppress(InvalidInput):
+            StartVllmServerOperator(task_id="start", spec={"model": "m", name: value})
 
 
 def test_what_is_easily_taken_for_a_handle() -> None:
