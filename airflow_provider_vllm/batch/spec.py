@@ -86,7 +86,7 @@ class BatchSpec:
     on_changed_input: Literal["rerun", "fail"] = "rerun"
     stall_timeout: float = 60.0
     probe_timeout: float = 30.0
-    progress_interval: float = 10.0
+    progress_interval: float = 5.0
     journal_sync: float = 2.0
     max_row_bytes: int = 8 * 1024 * 1024
     row_offset: int = 0

@@ -113,6 +113,8 @@ class OwnServer:
             apply_remedy=apply_remedy,
             on_launch=lambda handle, directory: self._launched.append((handle, directory)),
         )
+        # With the remedy that made it start: the next one needs that too.
+        self._spec = order_spec(running.directory) or self._spec
         self._restarts.serves(time.monotonic())
         return running
 
@@ -216,11 +218,9 @@ class SharedServer:
     def _spec(self, directory: GenerationDir | None) -> ServerSpec:
         """The spec with its `env` in clear, which only the worker's own disk holds."""
         from airflow_provider_vllm.environment import MASK
-        from airflow_provider_vllm.server.order import Order
 
-        if directory is not None:
-            with contextlib.suppress(FileNotFoundError):
-                return Order.read(directory).spec
+        if directory is not None and (spec := order_spec(directory)) is not None:
+            return spec
         spec = ServerSpec.of(self._handle.spec)
         masked = sorted(name for name, value in spec.env.items() if value == MASK)
         if masked:
@@ -255,6 +255,16 @@ class SharedServer:
         return Endpoint(
             current.base_url, current.model, self._key, owned=True, fingerprint=fingerprint
         )
+
+
+def order_spec(directory: GenerationDir) -> ServerSpec | None:
+    """What a start was told to start, its `env` in clear; None where its directory is gone."""
+    from airflow_provider_vllm.server.order import Order
+
+    try:
+        return Order.read(directory).spec
+    except FileNotFoundError:
+        return None
 
 
 class ForeignEndpoint:
