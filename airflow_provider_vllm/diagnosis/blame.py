@@ -29,6 +29,8 @@ NATIVE_GOES_ON = 40
 STRONG, VICTIM, LOGGED, QUOTED = 3, 2, 1, 0
 _ANY_PROCESS = "Automatically detected platform"
 """Each process says this first, that of the next start too: it is no progress of the one before."""
+MESSAGE_CHARS = 6000
+"""So much of a message is asked about."""
 MIN_CUT = 30
 """So long is a message before a terminal cuts it, behind its prefix."""
 
@@ -167,6 +169,7 @@ class _Knowledge:
 
     def _first(self, event: Event, message: str) -> Known:
         native = event.kind == "native"
+        message = message[:MESSAGE_CHARS]
         key = (native, message, event.frames)
         if key not in self.said:
             rules = (rule for rule in self.rules if rule.native or not native)

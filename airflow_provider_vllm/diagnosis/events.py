@@ -14,6 +14,7 @@ from airflow_provider_vllm.diagnosis.logs import Record, depth_of
 from airflow_provider_vllm.diagnosis.wrappers import is_wrapper
 
 MESSAGE_LINES = 14
+FIRST_CHARS = 2000
 STRANGE_LINES = 40
 FAR = 300
 """Lines of one logger call are never so many lines of other processes apart."""
@@ -88,8 +89,8 @@ class Event:
 
     @property
     def first_line(self) -> str:
-        """The first line of the message."""
-        return self.message.split("\n", 1)[0]
+        """The first line of the message, as much of it as matters."""
+        return self.message.split("\n", 1)[0][:FIRST_CHARS]
 
 
 class _Stream:

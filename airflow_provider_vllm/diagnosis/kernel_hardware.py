@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="quantization_unsupported_here",
         group="kernel_hardware",
-        pattern=r"quantization method (?P<method>\S+) is not supported for the current GPU\. Minimum capability: (?P<need>\d+)|(?P<quant>\S+) quantization is currently not supported (?:in|on|for) |Quantization scheme is not supported for the current GPU|(?:FP8|fp8|MXFP4|NVFP4|Marlin|marlin|AWQ|GPTQ)\S* .{0,60}(?:not supported|unsupported|requires) .{0,40}(?:GPU|device|capability|hardware|compute)|only supports? .{0,30}compute capability|torch\._scaled_mm is only supported on",
+        pattern=r"quantization method (?P<method>\S+) is not supported for the current GPU\. Minimum capability: (?P<need>\d+)|(?<!\S)(?P<quant>\S{1,60}) quantization is currently not supported (?:in|on|for) |Quantization scheme is not supported for the current GPU|(?:FP8|fp8|MXFP4|NVFP4|Marlin|marlin|AWQ|GPTQ)\S* .{0,60}(?:not supported|unsupported|requires) .{0,40}(?:GPU|device|capability|hardware|compute)|only supports? .{0,30}compute capability|torch\._scaled_mm is only supported on",
         explanation="This GPU cannot run the model's quantization.",
         first_action="Take a model in another quantization, or a newer GPU.",
         launch=False,

@@ -42,7 +42,7 @@ _SOURCES = {
     "model_runner.py": "Worker",
     "multiproc_executor.py": "EngineCore",
 }
-_REPEATED = re.compile(r"\s*\x1b?(?:\[\d+m)?\[repeated \d+x across[^\]]*\](?:\x1b?\[0m)?\s*$")
+_REPEATED = re.compile(r"\x1b?(?:\[\d+m)?\[repeated \d+x across[^\]]*\](?:\x1b?\[0m)?\s*$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|(?<![\w\]])\[(?:0|1|3[0-7]|36|1;36|0;36)m")
 _REMAINS = re.compile(r"\[\d{1,3}(?:;\d{1,3})?m")
 _BOX = re.compile(r"^\s*[│┃|]\s(?P<body>.*?)\s*[│┃]?\s*$")
@@ -120,7 +120,9 @@ def _record(
     if prefix is not None and (found := prefix.match(text)):
         text = text[found.end() :]
     parts = split_prefix(text)
-    message = _REPEATED.sub("", parts.text) if "[repeated" in parts.text else parts.text
+    message = parts.text
+    if "[repeated" in message:
+        message = _REPEATED.sub("", message).rstrip()
     process = parts.process
     if process is None and parts.source is not None:
         process = _SOURCES.get(parts.source.rsplit("/")[-1].split(":")[0])

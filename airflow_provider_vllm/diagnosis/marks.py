@@ -26,7 +26,7 @@ _ORDERLY = re.compile(
 )
 _BORING = re.compile(
     r'INFO:?\s+[\w.:\[\]-]+ - "[A-Z]+ /|Route: /|\] Received request |leaked (?:instance|type|func)'
-    r"|Adding(?:ing)? request|Added request|\d+%\|.{0,30}\| "
+    r"|Adding(?:ing)? request|Added request|\d{1,3}%\|.{0,30}\| "
 )
 # Only a server that serves says these.
 _AT_WORK = re.compile(

@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="weights_not_divisible",
         group="model_config",
-        pattern=r"(?:input_size_per_partition|output_size_per_partition|\S*size) ?=? ?\S+ is not divisible by|is not divisible by (?:weight quantization block|the quantized weight|min_thread|group_size|tp_size|tensor parallel)|must be divisible by (?:num_\w+|tensor|tp|the number of)|The (?:input|output) size is not aligned with the quantized weight shape|sum\(partitions\)=.*does not match|not divisible by \d+$",
+        pattern=r"(?<!\S)\S{0,60}size(?:_per_partition)? ?=? ?\S+ is not divisible by|is not divisible by (?:weight quantization block|the quantized weight|min_thread|group_size|tp_size|tensor parallel)|must be divisible by (?:num_\w+|tensor|tp|the number of)|The (?:input|output) size is not aligned with the quantized weight shape|sum\(partitions\)=.*does not match|not divisible by \d+$",
         explanation="The weights cannot be cut into this many parts.",
         first_action="Lower tensor_parallel_size (or use pipeline_parallel_size).",
         launch=False,
@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="json_broken",
         group="model_config",
-        pattern=r"JSONDecodeError: (?P<what>[^\n]+)|(?P<file>[^\n]+is not a valid JSON file)",
+        pattern=r"JSONDecodeError: (?P<what>[^\n]+)|(?:^|\n)(?P<file>[^\n]+is not a valid JSON file)",
         explanation="A JSON file of the model (or a JSON argument) is broken: {what}{file}.",
         first_action="Download the model's small files (config.json, tokenizer_config.json) again, or check JSON arguments.",
         launch=False,

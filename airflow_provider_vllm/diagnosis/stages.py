@@ -30,7 +30,7 @@ _PHRASES: dict[str, tuple[str, ...]] = {
         r"Downloading (?:Model from|\(…\)|bytes|weights)",
         r"Fetching \d+ files: ",
         r"Time spent downloading weights for ",
-        r"[\w.-]+\.(?:safetensors|bin|gguf|pt): +\d+%\|",
+        r"(?<![\w.-])[\w.-]+\.(?:safetensors|bin|gguf|pt): +\d+%\|",
     ),
     "load weights": (
         r"Starting to load model ",

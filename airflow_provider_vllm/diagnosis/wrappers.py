@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+CHARS = 2000
+"""So much of a first line is asked about."""
+
 # Says that another process failed, and where vLLM names that process, which.
 WRAPPER = re.compile(
     r"EngineCore (?:failed to start|encountered a fatal error|encountered an issue|hit an exception)"
@@ -83,4 +86,4 @@ HARMLESS = re.compile(
 
 def is_wrapper(message: str) -> bool:
     """Whether the message only says that something failed elsewhere."""
-    return WRAPPER.search(message.split("\n", 1)[0]) is not None
+    return WRAPPER.search(message.split("\n", 1)[0][:CHARS]) is not None

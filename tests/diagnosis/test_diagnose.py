@@ -242,6 +242,20 @@ def test_repeated_errors_are_read_quickly_and_do_not_hide_the_death() -> None:
     assert spent < 5  # it was four times as much when each line was searched
 
 
+def test_long_words_cost_no_more_than_their_length() -> None:
+    image = "iVBORw0KGgo/" * 1300
+    lines = [
+        SERVER
+        + "ERROR 11-30 10:00:00 [s.py:2] ValueError: cannot read data:image/png;base64,"
+        + image,
+        SERVER + "INFO 11-30 10:00:00 [s.py:3] got " + image,
+        "-" * 15_000,
+    ]
+    began = time.process_time()
+    assert diagnose([START, LOADING, READY, OK, *lines * 30, OOM, DEAD]).root_line == OOM
+    assert time.process_time() - began < 5  # 0.6 s; a word's length squared took minutes
+
+
 def test_thousands_of_errors_after_the_death_do_not_hide_it() -> None:
     after = [
         *REFUSED[:3],
