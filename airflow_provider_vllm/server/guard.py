@@ -7,7 +7,8 @@ Enters: bytes on CONTROL_FD (`b` a heartbeat, `k` end the tree now). Leaves: lin
 
 Invariants: the tree is ended when CONTROL_FD closes (supervisor killed), when no byte came for SILENCE_S
 seconds in which the guard itself ran (supervisor frozen), and on SIGTERM. The guard is a sub-reaper, so
-that an EngineCore whose API server was killed becomes its child and can't get away. GPU locks are
+that an EngineCore whose API server was killed becomes its child and can't get away. Where guard and supervisor are
+killed at once, the kernel asks vLLM to end (SIGTERM, which takes its engines along; SIGKILL would not). GPU locks are
 descriptors that it and vLLM only hold open. It imports nothing of the package: it has to be small and
 can't afford to fail.
 """
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TRACKERS_S = 1.0
 LOOK_S = 0.3
@@ -29,6 +31,7 @@ LONGEST_ROUND_S = 2.0  # twice a round: a busy machine is not a paused one
 
 def spawn(command, log_fd, own_fds):
     """Start the command in a new session with both streams into the log."""
+    guard = os.getpid()
     pid = os.fork()
     if pid:
         return pid
@@ -36,6 +39,9 @@ def spawn(command, log_fd, own_fds):
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != guard:
+            os._exit(127)  # the guard was killed before it could count
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(log_fd, 1)
@@ -48,6 +54,10 @@ def spawn(command, log_fd, own_fds):
         os.write(2, f"guard: cannot start {command[0]}: {exc}\n".encode())
     finally:
         os._exit(127)
+
+
+def prctl(option, value):
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def children_of(parents):
@@ -154,7 +164,7 @@ class Guard:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.child = spawn(
             command, log_fd, (control_fd, status_fd, self.wake_read, self.wake_write)
         )

@@ -89,6 +89,15 @@ def test_without_its_guard_the_supervisor_ends_the_tree(servers: Servers, number
     assert servers.state().state == state.FAILED
 
 
+def test_with_both_killed_at_once_the_kernel_asks_the_server_to_end(servers: Servers) -> None:
+    running = servers.start(fake_spec())
+    wait_for(lambda: len(servers.state().tree) >= 3)
+    supervisor_of(running).signal(signal.SIGSTOP)  # it must not see the guard's end
+    guard_of(running).signal(signal.SIGKILL)
+    supervisor_of(running).signal(signal.SIGKILL)
+    assert wait_for(lambda: not servers.tree(), timeout=GUARD_S) < GUARD_S
+
+
 def test_a_frozen_guard_is_woken(servers: Servers) -> None:
     running = servers.start(fake_spec())
     guard_of(running).signal(signal.SIGSTOP)

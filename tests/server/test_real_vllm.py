@@ -149,3 +149,21 @@ def test_a_killed_engine_is_noticed_within_1_5_s_and_exit_status_0_is_a_failure(
     wait_for(lambda: servers.state().settled, timeout=30)
     assert servers.state().reason in ("engine_dead", "exit")
     assert left(running, tree, servers) == []
+
+
+@pytest.mark.full
+def test_it_ends_with_its_supervisor_and_guard_when_both_are_killed_at_once(
+    start: Callable[[], Running], servers: Servers
+) -> None:
+    running = start()
+    tree = tree_of(running)
+    supervisor, guard = running.state.supervisor, running.state.guard
+    assert supervisor
+    assert guard
+    supervisor.signal(signal.SIGSTOP)  # it must not see the guard's end
+    guard.signal(signal.SIGKILL)
+    supervisor.signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(each.identity.alive for each in tree) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [each.name for each in tree if each.identity.alive] == []
