@@ -172,7 +172,10 @@ def schema_of(output_schema: Any) -> dict[str, Any] | None:
         raise InvalidInput(
             f"output_schema is a {type(output_schema).__name__}; give a JSON schema (dict) or a Pydantic class"
         )
-    return dict(make())
+    try:
+        return dict(make())
+    except Exception as error:  # a type that JSON does not have, a name that is not defined yet
+        raise InvalidInput(f"output_schema makes no JSON schema: {error}") from error
 
 
 def _endpoint(value: Any) -> str:
@@ -256,7 +259,8 @@ def _system_prompt(spec: BatchSpec) -> None:
 
 
 def _schema(spec: BatchSpec) -> None:
-    if schema_of(spec.output_schema) is not None and spec.endpoint not in GENERATING:
+    schema = schema_of(spec.output_schema)
+    if schema is not None and spec.endpoint not in GENERATING:
         raise InvalidInput(
             f"output_schema needs an endpoint that writes text; {spec.endpoint} does not"
         )
