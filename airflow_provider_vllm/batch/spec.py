@@ -264,6 +264,10 @@ def _schema(spec: BatchSpec) -> None:
         raise InvalidInput(
             f"output_schema needs an endpoint that writes text; {spec.endpoint} does not"
         )
+    try:
+        orjson.dumps(schema)
+    except TypeError as error:
+        raise InvalidInput(f"output_schema cannot be sent as JSON: {error}") from None
 
 
 def _choices(spec: BatchSpec) -> None:
