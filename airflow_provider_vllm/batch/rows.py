@@ -1,8 +1,8 @@
 """A raw record in, a `Row` ready to be posted (or a `BadRow` that says why not) out.
 
-Invariants: a bad record spoils no other; the bytes of a `Row` are exactly what is sent, so that its key (a
-fingerprint of identity, server, URL and those bytes) changes when, and only when, the request or the server that
-is asked changes.
+Invariants: a bad record spoils no other; no two of the `Row`s have one custom id; the bytes of a `Row` are exactly
+what is sent, so that its key (a fingerprint of custom id, server, URL and those bytes) changes when, and only when,
+its name, the request or the server that is asked changes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from airflow_provider_vllm.batch.source import RecordError
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec, schema_of
 from airflow_provider_vllm.batch.template import RowError, Template
+from airflow_provider_vllm.batch.values import is_empty, is_utf8
 
 PROMPT_COLUMNS = ("prompt", "messages", "text", "input")
 URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in URLS}
@@ -98,6 +99,18 @@ class RowMaker:
             name += "'"
         return name
 
+    def _take(self, custom_id: str) -> bytes:
+        """The identity of a row that names itself. Raises RowError where an earlier row has the name."""
+        try:
+            identity = b"=" + custom_id.encode()
+        except UnicodeEncodeError:
+            raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
+        if not self._is_new(custom_id):
+            raise RowError(
+                "duplicate_custom_id", f"custom_id {custom_id!r} is an earlier row's", "custom_id"
+            )
+        return identity
+
     def _is_new(self, custom_id: str) -> bool:
         self._named = True
         tail = custom_id.removeprefix("row-")
@@ -127,21 +140,23 @@ class RowMaker:
                 value = orjson.loads(value)
             except orjson.JSONDecodeError as error:
                 raise RowError("invalid_json", _not_json(value, error)) from None
-        name = None
+        own = None
         if isinstance(value, dict):
             if not table and _is_batch_row(value):
                 return self._batch_row(number, value)
             body = self._plain(value, table)
             if "custom_id" in value:
-                name = _own_id(value)
+                own = _own_id(value)
         elif isinstance(value, RecordError):
             raise value
         elif self._template is not None and isinstance(value, str):
             body = self._prompt(self._template.fill({"prompt": value}))
         else:
             body = self._prompt(value)
-        identity = b"#%d" % (number + self._offset)
-        return self._row(number, name or self._free_id(number), self._url, body, identity)
+        if own is not None:
+            return self._row(number, own, self._url, body, self._take(own))
+        name = self._free_id(number)
+        return self._row(number, name, self._url, body, b"#" + name.encode())
 
     def _row(
         self, number: int, custom_id: str, url: str, body: dict[str, Any], identity: bytes
@@ -165,10 +180,9 @@ class RowMaker:
         custom_id = value.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
             raise RowError("invalid_custom_id", "custom_id is missing or not text", "custom_id")
-        if value.get("method", "POST") != "POST":
-            raise RowError(
-                "invalid_method", f"method is {value['method']!r}; only POST is known", "method"
-            )
+        method = value.get("method", "POST")
+        if not isinstance(method, str) or method != "POST":
+            raise RowError("invalid_method", f"method is {method!r}; only POST is known", "method")
         asked = value.get("url", self._url)
         url = PATHS.get(asked) if isinstance(asked, str) else None
         if url is None:
@@ -178,22 +192,12 @@ class RowMaker:
         body = value["body"]
         if not isinstance(body, dict):
             raise RowError("invalid_body", f"body is {_kind(body)}, not an object", "body")
-        if body.get("stream"):
+        if not is_empty(body.get("stream")):
             raise RowError("stream", "stream is true; a batch does not stream", "body.stream")
         if self._changes or "model" not in body:
             body = {"model": self._model, **self._spec.params, **body}
         self._finish(url, body)
-        try:
-            identity = b"=" + custom_id.encode()
-        except UnicodeEncodeError:
-            raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
-        if not self._is_new(custom_id):
-            raise RowError(
-                "duplicate_custom_id",
-                f"custom_id {custom_id!r} stood in an earlier row",
-                "custom_id",
-            )
-        return self._row(number, custom_id, url, body, identity)
+        return self._row(number, custom_id, url, body, self._take(custom_id))
 
     def _plain(self, value: dict[str, Any], table: bool) -> dict[str, Any]:
         """A body from a row of columns; in a `table` (CSV, Parquet) an empty parameter is none."""
@@ -204,7 +208,7 @@ class RowMaker:
         for name in spec.param_columns:
             if (cell := cells.parameter(name, value.get(name))) is not None:
                 extra[name] = cell
-        if extra.get("stream"):
+        if not is_empty(extra.get("stream")):
             raise RowError("stream", "stream is true; a batch does not stream", "params.stream")
         if (pairs := PAIR_FIELDS.get(self._url)) is not None:
             for group in pairs:
@@ -276,7 +280,7 @@ class RowMaker:
                     *messages,
                 ]
         elif (name := PROMPT_FIELDS.get(url)) is not None:
-            if all(_is_empty(body.get(n)) for n in (name, *OTHER_PROMPTS.get(url, ()))):
+            if all(is_empty(body.get(n)) for n in (name, *OTHER_PROMPTS.get(url, ()))):
                 raise RowError("invalid_prompt", f"{name} is missing or empty", name)
             if url == RESPONSES and self._spec.system_prompt is not None:
                 body.setdefault("instructions", self._spec.system_prompt)
@@ -324,11 +328,11 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _own_id(value: dict[str, Any]) -> str | None:
-    """The `custom_id` of a row of columns: a label only, which may stand in several rows."""
+    """The `custom_id` of a row of columns; None where it has none that can name it."""
     own = value.get("custom_id")
     if type(own) is int:
         return str(own)
-    return own if isinstance(own, str) and own and _is_utf8(own) else None
+    return own if isinstance(own, str) and own and is_utf8(own) else None
 
 
 def _are_messages(prompt: list[Any]) -> bool:
@@ -352,18 +356,6 @@ def _is_batch_row(value: dict[str, Any]) -> bool:
     if "custom_id" in value and known:
         return True
     return isinstance(value.get("body"), dict) and ("custom_id" in value or known)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, (str, list, dict, int, float)) and not value)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _kind(value: Any) -> str:

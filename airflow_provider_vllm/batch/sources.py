@@ -2,12 +2,13 @@
 
 A record is `(source, line, value)`: the name of the file (`prompts` for a list), the 1-based line or row, and the
 raw value: bytes of a JSON line, text, a dict of columns, any object of a list, or a `RecordError`.
-Invariants: files are read as streams, in sorted order of a glob; no line, however long, is held beyond
+Invariants: files are read as streams, each once, in sorted order of a glob; no line, however long, is held beyond
 `max_row_bytes`; a broken record is a `RecordError`, never an exception, and the next one is read.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, RecordError,
 from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
+log = logging.getLogger(__name__)
 ToPath = Callable[[str], Any]
 Record = tuple[str, int, Any]
 SUFFIXES = {
@@ -42,6 +44,7 @@ BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 HEAD = 1 << 12
+SHOWN = 5
 OTHERS = {
     GZIP: "gzipped twice",
     b"PK\x03\x04": "a zip file",
@@ -66,16 +69,25 @@ def is_local(path: Any) -> bool:
 
 
 def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> tuple[Source, ...]:
-    """The files of a spec. A glob does not find `own`, the files and folders that the batch itself writes.
+    """The files of a spec, each once. A glob does not find `own`, what the batch itself writes.
 
     Raises InvalidPrompts for one that is missing, empty, a directory or unreadable.
     """
-    found: list[Source] = []
+    found: dict[str, Source] = {}
+    again: list[str] = []
     written = {_plain(to_path(text)) for text in own}
     for text in spec.paths:
         for path in _expand(text, to_path, written):
-            found.append(_source(str(path), path, spec.input_format))
-    return tuple(found)
+            real = os.path.realpath(path) if is_local(path) else str(path)
+            if real in found:
+                again.append(str(path))
+            else:
+                found[real] = _source(str(path), path, spec.input_format)
+    if again:
+        more = f" and {len(again) - SHOWN} more" if len(again) > SHOWN else ""
+        names = ", ".join(again[:SHOWN]) + more
+        log.warning("input_path names files twice, which are read once: %s", names)
+    return tuple(found.values())
 
 
 def _plain(path: Any) -> str:
@@ -104,7 +116,7 @@ def _exists(path: Any) -> bool:
         return False
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     kind = SUFFIXES.get(suffix_of(name))
     if kind is None:
         raise InvalidPrompts(
@@ -124,7 +136,7 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
             raise InvalidPrompts(
                 f"input_path {name} is a pipe or a device, and the input is read several times; write it to a file"
             )
-        kind = wanted or _kind(name)
+        kind = wanted or kind_of(name)
         with path.open("rb") as file:
             start = file.read(HEAD)
         gz = start.startswith(GZIP)  # the name may say otherwise

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import orjson
 
 from airflow_provider_vllm.batch.api import ALIASES, CHAT, GENERATING, NAMES, RESPONSES
+from airflow_provider_vllm.batch.values import is_empty, is_utf8
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
+from airflow_provider_vllm.names import type_of
 
 NOT_WRITTEN = frozenset(
     [".arrow", ".avro", ".bz2", ".feather", ".orc", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"]
@@ -105,6 +107,8 @@ class BatchSpec:
         set_(self, "prompts", _prompts(self.prompts))
         for name in ("output_path", "errors_path", "model", "prompt_template", "prompt_column"):
             _optional_text(name, getattr(self, name))
+        for name in ("output_path", "errors_path"):
+            _path_text(name, getattr(self, name) or "")
         for name in ("answer_column", "error_column"):
             _text(name, getattr(self, name))
         _system_prompt(self)
@@ -170,7 +174,7 @@ def schema_of(output_schema: Any) -> dict[str, Any] | None:
     make = getattr(output_schema, "model_json_schema", None)
     if not callable(make):
         raise InvalidInput(
-            f"output_schema is a {type(output_schema).__name__}; give a JSON schema (dict) or a Pydantic class"
+            f"output_schema is {type_of(output_schema)}; give a JSON schema (dict) or a Pydantic class"
         )
     try:
         return dict(make())
@@ -189,7 +193,7 @@ def _endpoint(value: Any) -> str:
 def _params(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
         raise InvalidInput(f"params must be an object with text keys, not {type(value).__name__}")
-    if value.get("stream"):
+    if not is_empty(value.get("stream")):
         raise InvalidInput("params.stream: a batch does not stream; leave it out")
     for name, cell in value.items():
         if isinstance(cell, float) and not math.isfinite(cell):
@@ -210,7 +214,15 @@ def _paths(value: Any) -> tuple[str, ...] | None:
     texts = tuple(str(item) for item in items)
     if any(not text.strip() for text in texts):
         raise InvalidPrompts("input_path holds an empty path")
+    for text in texts:
+        _path_text("input_path", text)
     return texts
+
+
+def _path_text(name: str, text: str) -> None:
+    """A path is written down in JSON, and no file system has a NUL in one."""
+    if "\0" in text or not is_utf8(text):
+        raise InvalidPrompts(f"{name} {text!r} is not UTF-8 without NUL; name another file")
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -222,8 +234,8 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 def _one_source(spec: BatchSpec) -> None:
     if (spec.prompts is None) == (spec.input_path is None):
-        given = "both" if spec.prompts is not None else "neither"
-        raise InvalidPrompts(f"give either prompts or input_path; {given} was given")
+        given = "both were" if spec.prompts is not None else "neither was"
+        raise InvalidPrompts(f"give either prompts or input_path; {given} given")
 
 
 def _prompts(prompts: Any) -> Sequence[Any] | None:
@@ -276,12 +288,15 @@ def _choices(spec: BatchSpec) -> None:
         ("output_format", (None, "openai", "columns")),
         ("on_changed_input", ("rerun", "fail")),
     ):
-        if getattr(spec, name) not in allowed:
+        value = getattr(spec, name)
+        if not isinstance(value, str | None) or value not in allowed:
             known = ", ".join(str(item) for item in allowed if item)
-            raise InvalidInput(f"{name} is {getattr(spec, name)!r}; use one of {known}")
+            raise InvalidInput(f"{name} is {value!r}; use one of {known}")
     for name, most in (("concurrency", MAX_CONCURRENCY), ("pack", MAX_PACK)):
         value = getattr(spec, name)
-        if value != "auto" and not (_is_int(value) and 1 <= value <= most):
+        if isinstance(value, str) and value == "auto":
+            continue
+        if not (_is_int(value) and 1 <= value <= most):
             raise InvalidInput(f'{name} is {value!r}; use "auto" or a number from 1 to {most}')
 
 

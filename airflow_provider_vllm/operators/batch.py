@@ -131,7 +131,7 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         from airflow_provider_vllm.batch.run import check_inputs, run_batch
 
         spec = build(self._arguments())
-        journal_dir = self._journal_dir(context)
+        journal_dir = _journal_dir(spec, context)
         with self.interruptible():  # a large input is read to its end
             checked = check_inputs(
                 spec, to_path=to_path, journal_dir=journal_dir, owner=worker.server_id(context)
@@ -216,11 +216,12 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         options = worker.launch_options(self._server_spec(), context)
         return SharedServer(handle, root, options, report=report, restarts=self.server_restarts)
 
-    def _journal_dir(self, context: Context) -> str:
-        """Beside the output, where the retry on another host finds it; else on this worker."""
-        if self.output_path:
-            return f"{self.output_path}.journal"
-        return worker.journal_dir(context)
+
+def _journal_dir(spec: BatchSpec, context: Context) -> str:
+    """Beside the output, where the retry on another host finds it; else on this worker."""
+    if spec.output_path:
+        return f"{spec.output_path}.journal"
+    return worker.journal_dir(context)
 
 
 def to_path(text: str) -> Any:

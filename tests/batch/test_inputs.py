@@ -63,6 +63,22 @@ def test_several_files_and_globs_keep_their_order(tmp_path: Path) -> None:
     assert prompts(spec(tmp_path / "odd[1].txt")) == ["literal"]
 
 
+def test_a_file_that_is_named_twice_is_read_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    one = spec(tmp_path / "b.txt", tmp_path / "x" / ".." / "*.txt", tmp_path / "b.txt")
+    (tmp_path / "x").mkdir()
+    assert prompts(one) == ["b", "a"]
+    (warning,) = caplog.messages
+    assert "twice" in warning
+    assert [name in warning for name in ("a.txt", "b.txt", "link.txt")] == [False, True, True]
+    (tmp_path / "copy.txt").write_text("a\n")
+    assert prompts(spec(tmp_path / "a.txt", tmp_path / "copy.txt")) == ["a", "a"]
+
+
 def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text('\ufeffprompt,label\n"two\nlines, one ""quoted""",x\nplain,y\n', newline="")
@@ -89,8 +105,8 @@ def test_a_column_named_body_makes_no_batch_row(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("custom_id,method,url,body,prompt\n1,POST,u,text,a\n")
     write_rows(
         tmp_path / "in.jsonl",
-        [{"url": "http://x", "body": "text", "prompt": "b"}, {"custom_id": "1", "body": "text", "prompt": "c"},
-         {"method": "x", "body": {"k": 1}, "prompt": "d"}, {"custom_id": "1", "body": batch_row("", "e")["body"]}],
+        [{"url": "http://x", "body": "text", "prompt": "b"}, {"custom_id": "2", "body": "text", "prompt": "c"},
+         {"method": "x", "body": {"k": 1}, "prompt": "d"}, {"custom_id": "3", "body": batch_row("", "e")["body"]}],
     )  # fmt: skip
     assert prompts(spec(tmp_path / "in.csv", tmp_path / "in.jsonl")) == ["a", "b", "c", "d", "e"]
     filled = prompts(spec(tmp_path / "in.csv", prompt_template="{body}"))
@@ -127,6 +143,9 @@ def test_default_ids_are_unique_beside_custom_ids() -> None:
     made = list(RowMaker(BatchSpec(prompts=rows), "m").rows(records(BatchSpec(prompts=rows), ())))
     assert [row.custom_id for row in made] == ["row-1", "row-1", "row-4", "row-4'", "row-01"]
     assert [getattr(row, "code", "") for row in made] == ["", "duplicate_custom_id", "", "", ""]
+    plain = ["a", {"prompt": "b", "custom_id": "row-1"}, {"prompt": "c", "custom_id": "row-4"}, "d"]
+    made = list(RowMaker(BatchSpec(prompts=plain), "m").rows(records(BatchSpec(prompts=plain), ())))
+    assert [row.custom_id for row in made if isinstance(row, Row)] == ["row-1", "row-4", "row-4'"]
     named = [b"broken", batch_row("row-1", "b")]
     good = list(RowMaker(BatchSpec(prompts=named), "m").rows(records(BatchSpec(prompts=named), ())))
     assert [type(row) for row in good] == [BadRow, Row]
@@ -164,8 +183,24 @@ def test_values_of_any_type_are_no_crash(link: ForeignLink, tmp_path: Path) -> N
     assert result.manifest.outcomes == {"invalid_input": 4, "ok": 2}
 
 
+def test_an_array_anywhere_in_a_row_is_no_crash() -> None:
+    import numpy
+
+    array = numpy.array([1, 2])
+    row = batch_row("a", "b")
+    rows = [
+        *({**row, name: array} for name in ("custom_id", "method", "url", "body")),
+        {**row, "body": {**row["body"], "stream": array}},
+        {"prompt": "a", "params": {"stream": array}},
+        {"prompt": "a", "custom_id": array},
+    ]
+    one = BatchSpec(prompts=rows)
+    made = list(RowMaker(one, "m").rows(records(one, ())))
+    assert [type(row) for row in made] == [BadRow] * 6 + [Row]
+
+
 def test_rows_of_columns_keep_their_custom_id(link: ForeignLink, tmp_path: Path) -> None:
-    """As a label: it need not be unique, since the row is known by its number."""
+    """A later row with the same one is a bad record; what is no name is none."""
     write_rows(
         tmp_path / "in.jsonl",
         [{"custom_id": "mine", "prompt": "a"}, {"custom_id": 7, "prompt": "b"}, {"prompt": "c"},
@@ -179,9 +214,10 @@ def test_rows_of_columns_keep_their_custom_id(link: ForeignLink, tmp_path: Path)
     )
     result = run(one, link, tmp_path)
     names = [row["custom_id"] for row in read_rows(tmp_path / "out.jsonl")]
-    assert names == ["mine", "7", "row-3", "mine", "row-5"]
-    (error,) = read_rows(Path(str(result.manifest.errors_path)))
-    assert error["custom_id"] == "bad"
+    assert names == ["mine", "7", "row-3", "row-5"]
+    errors = read_rows(Path(str(result.manifest.errors_path)))
+    found = [(row["custom_id"], row["error"]["code"]) for row in errors]
+    assert found == [("mine", "duplicate_custom_id"), ("bad", "null_prompt")]
 
 
 @pytest.mark.parametrize("endpoint", ["embeddings", "classify", "pooling"])

@@ -157,6 +157,58 @@ def test_rows_with_a_custom_id_may_move(
     assert ids == [row["custom_id"] for row in moved]
 
 
+FORMS = ("csv", "parquet", "jsonl", "prompts")
+
+
+def named(folder: Path, form: str, rows: list[tuple[str, str]]) -> BatchSpec:
+    """Rows of columns with a `custom_id` in each form of an input."""
+    columns = [{"custom_id": name, "prompt": prompt} for name, prompt in rows]
+    output = str(folder / "out.jsonl")
+    if form == "prompts":
+        return BatchSpec(prompts=columns, output_path=output)
+    source = folder / f"in.{form}"
+    if form == "jsonl":
+        write_rows(source, columns)
+    elif form == "csv":
+        source.write_text("custom_id,prompt\n" + "".join(f"{n},{p}\n" for n, p in rows))
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(columns), source)
+    return BatchSpec(input_path=str(source), output_path=output)
+
+
+def said(folder: Path) -> list[tuple[str, str]]:
+    """Name and prompt of every result, as the fake server repeats it."""
+    return [
+        (row["custom_id"], row["response"]["body"]["choices"][0]["message"]["content"].split()[-1])
+        for row in read_rows(folder / "out.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_of_columns_is_known_by_its_custom_id(
+    form: str, server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [("alice", "x"), ("bob", "y"), ("carol", "z")]
+    run(named(tmp_path, form, rows), link, tmp_path)
+    asked(server)
+    moved = [("new", "n"), *rows[1:], rows[0]]
+    assert run(named(tmp_path, form, moved), link, tmp_path).manifest.reused == 3
+    assert asked(server) == {"n"}
+    assert said(tmp_path) == moved
+    swapped = [("new", "n"), ("carol", "y"), ("bob", "z"), ("dave", "x")]
+    assert run(named(tmp_path, form, swapped), link, tmp_path).manifest.reused == 1
+    assert said(tmp_path) == swapped
+
+
+def test_a_default_id_that_somebody_takes_is_no_reused_answers(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    run(spec(tmp_path, [batch_row("own", "a"), {"prompt": "b"}]), link, tmp_path)
+    run(spec(tmp_path, [batch_row("row-2", "a"), {"prompt": "b"}]), link, tmp_path)
+    assert said(tmp_path) == [("row-2", "a"), ("row-2'", "b")]
+
+
 def test_changed_input_may_fail(link: ForeignLink, tmp_path: Path) -> None:
     run(spec(tmp_path, [{"prompt": "a"}]), link, tmp_path)
     with pytest.raises(BatchFailed, match="the input changed since an earlier try"):

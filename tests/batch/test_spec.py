@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": ["a"], "output_path": "x.pq", "output_format": "openai"}, "Parquet"),
     ({"prompts": ["a"], "output_path": "x.parquet.gz"}, "Parquet"),
     ({"prompts": ["a"], "input_format": "xml"}, "input_format"),
+    ({"prompts": ["a"], "output_path": "a\0b.jsonl"}, "output_path 'a.x00b.jsonl' is not UTF-8"),
+    ({"prompts": ["a"], "output_path": "a\udcffb"}, "output_path 'a.udcffb' is not UTF-8"),
+    ({"prompts": ["a"], "errors_path": "a\0b"}, "errors_path 'a.x00b' is not UTF-8"),
+    ({"input_path": ["a", "a\0b"], "output_path": "y"}, "input_path 'a.x00b' is not UTF-8"),
+    ({"input_path": "a\udcff", "output_path": "y"}, "input_path 'a.udcff' is not UTF-8"),
 ]
 
 
@@ -62,6 +68,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_name_their_field(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         BatchSpec(**arguments)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(BatchSpec)])
+def test_an_array_in_any_field_is_refused_in_words(name: str) -> None:
+    """It has no truth of its own, and asking for it raises another error."""
+    import numpy
+
+    values: list[Any] = [numpy.array([1, 2]), {"stream": numpy.array(["a", "b"])}]
+    for value in values[: 1 if name == "output_schema" else 2]:
+        arguments: dict[str, Any] = {"prompts": ["a"], name: value}
+        with pytest.raises(InvalidInput, match=name):
+            BatchSpec(**arguments)
 
 
 def test_bad_prompts_have_their_own_error() -> None:

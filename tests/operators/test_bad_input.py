@@ -196,7 +196,7 @@ def test_both_or_none_of_prompts_and_input_path(tmp_path: Path) -> None:
         InvalidPrompts, match="give either prompts or input_path; neither was given"
     ):
         batch()
-    with pytest.raises(InvalidPrompts, match="give either prompts or input_path; both was given"):
+    with pytest.raises(InvalidPrompts, match="give either prompts or input_path; both were given"):
         batch(prompts=["x"], input_path="a.jsonl", output_path="b.jsonl")
 
 
@@ -242,6 +242,31 @@ def test_an_output_path_that_belongs_to_another_input(
     assert str(out) in str(caught.value)
     assert "name another" in str(caught.value)
     assert out.read_bytes() == answers, "it is left as it was"
+
+
+@pytest.mark.parametrize("place", ["argument", "batch"])
+def test_an_output_path_is_kept_wherever_it_is_written(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task that asks otherwise is refused; a clear reuses the answers."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    paths = {"input_path": str(source), "output_path": str(out)}
+
+    def ask(task_id: str, system_prompt: str) -> Any:
+        more = {"system_prompt": system_prompt}
+        given = {"batch": more, **paths} if place == "argument" else {"batch": {**more, **paths}}
+        task = VllmBatchOperator(task_id=task_id, vllm_conn_id="some", **given)
+        return task.execute(context_of(FakeTaskInstance(task_id=task_id)))
+
+    with ThreadedEndpoint() as server:
+        connection = {"conn_type": "vllm", "host": "127.0.0.1", "port": server.port}
+        monkeypatch.setenv("AIRFLOW_CONN_SOME", json.dumps(connection))
+        ask("one", "be kind")
+        assert (tmp_path / "out.jsonl.journal" / "meta.json").exists()
+        with pytest.raises(InvalidPrompts, match=r"is also that of .*one"):
+            ask("two", "be rude")
+        assert ask("one", "be kind")["reused"] == 1
 
 
 def test_a_field_of_the_batch_that_does_not_exist() -> None:
