@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import decimal
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ LATER = "{{ params.later }}"
 # Arguments, and what the message says: all of it can be seen while the DAG file is read.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": None}, "give either prompts or input_path; neither was given"),
-    ({"input_path": "in.jsonl"}, "give either prompts or input_path; both was given"),
+    ({"input_path": "in.jsonl"}, "give either prompts or input_path; both were given"),
     ({"prompts": None, "input_path": "in.jsonl"}, "output_path is missing"),
     ({"prompts": None, **FILES, "output_path": "in.jsonl"}, "output_path is the input in.jsonl"),
     ({"prompts": "one string"}, "prompts must be a list, not str"),
@@ -45,7 +46,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"stop": {"a"}}}, r"sampling\['stop'\] is .*which no request can hold"),
     ({"sampling": {"temperature": float("nan")}}, r"sampling\['temperature'\] is nan, which no"),
     ({"batch": {"params": {"x": object()}}}, r"batch\['params'\]\['x'\] is .*no request can hold"),
-    ({"batch": 3}, "batch is a int: give a dict"),
+    ({"batch": 3}, "batch is an int: give a dict"),
     ({"batch": {"max_eror_rate": 0.5}}, "no field 'max_eror_rate': did you mean 'max_error_rate'"),
     ({"batch": {"temperature": 0}}, r"no field 'temperature': write sampling=\{'temperature': ...\}"),
     ({"batch": {"wholly_other": 0}}, "no field 'wholly_other': its fields are prompts, "),
@@ -53,10 +54,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batch": {"max_errors": -1}}, "max_errors is -1"),
     ({"batch": {"concurrency": 0}}, "concurrency is 0"),
     ({"batch": {"request_timeout": 0}}, "request_timeout is 0"),
-    ({"batch": {"output_schema": 3}}, "output_schema is a int"),
+    ({"batch": {"output_schema": 3}}, "output_schema is an int"),
     ({"batch": {"answer_column": "a", "error_column": "a"}}, "have the same name"),
     ({"batch": {"prompt_template": "{a"}}, "prompt_template: "),
-    ({"batch": {"params": 1}}, r"batch\['params'\] is a int"),
+    ({"batch": {"output_schema": {"type": "txt"}}}, "output_schema is not a JSON schema"),
+    ({"prompts": None, "input_path": "in.xlsx", "output_path": LATER}, "in.xlsx: its suffix says"),
+    ({"prompts": None, "batch": {"input_path": ["a/*.pdf"], "output_path": LATER}}, "says no format"),
+    ({"batch": {"params": 1}}, r"batch\['params'\] is an int"),
     ({"row_offset": -1}, "row_offset is -1"),
     ({"server_restarts": -1}, "server_restarts is -1"),
     ({"server_restarts": LATER}, "server_restarts is '{{ params.later }}'"),
@@ -94,6 +98,11 @@ def render(operator: Any, **context: Any) -> None:
     operator.render_template_fields(context)
 
 
+def without_addresses(value: Any) -> str:
+    """A test's id that is the same in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
 # The same arguments, known only when the task runs.
 RENDERED: list[dict[str, Any]] = [
     {"prompts": LATER},
@@ -101,6 +110,19 @@ RENDERED: list[dict[str, Any]] = [
     {"prompts": None, "input_path": LATER, "output_path": LATER},
     {"prompts": None, "input_path": [LATER, "in.jsonl"], "output_path": "/d/{{ ds }}.csv"},
     {"prompts": None, "input_path": Path("in.csv"), "output_path": Path("out.parquet")},
+    {"prompts": None, "input_path": ["/d/*", "/d/a.js*", "/d/{{ ds }}.x"], "output_path": LATER},
+    {
+        "prompts": None,
+        "input_path": "a.log",
+        "output_path": LATER,
+        "batch": {"input_format": "text"},
+    },
+    {
+        "prompts": None,
+        "input_path": "a.log",
+        "output_path": LATER,
+        "batch": {"input_format": LATER},
+    },
     {
         "prompts": None,
         "input_path": ObjectStoragePath("file:///d/{{ ds }}.csv"),
@@ -127,7 +149,7 @@ RENDERED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments", RENDERED, ids=str)
+@pytest.mark.parametrize("arguments", RENDERED, ids=without_addresses)
 def test_what_is_rendered_later_is_not_judged(arguments: dict[str, Any]) -> None:
     arguments = {"task_id": "ask", "spec": SPEC, "prompts": ["x"], **arguments}
     with DAG("d", schedule=None, params={"later": 1}):
@@ -138,7 +160,7 @@ def test_what_is_rendered_later_is_not_judged(arguments: dict[str, Any]) -> None
         VllmBatchOperator.partial(**{**arguments, "task_id": "mapped"}).expand(doc=["a"])
 
 
-@pytest.mark.parametrize("arguments", RENDERED, ids=str)
+@pytest.mark.parametrize("arguments", RENDERED, ids=without_addresses)
 def test_nor_are_the_outputs_of_other_tasks(arguments: dict[str, Any]) -> None:
     with DAG("d", schedule=None):
         output = made()
