@@ -15,6 +15,7 @@ from typing import Any
 
 from airflow_provider_vllm.environment import START_MARK
 from airflow_provider_vllm.exceptions import InvalidSpec
+from airflow_provider_vllm.names import type_of
 
 # Options that a field of ServerSpec or the provider itself sets, and what to use instead.
 OWNED_ARGS: dict[str, str] = {
@@ -105,7 +106,7 @@ def gpus(value: Any) -> int | tuple[str, ...] | None:
 
 def engine_args(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidSpec(f"ServerSpec.engine_args is a {type(value).__name__}: give a dict.")
+        raise InvalidSpec(f"ServerSpec.engine_args is {type_of(value)}: give a dict.")
     return {name: _engine_arg(name, item) for name, item in value.items()}
 
 
@@ -141,21 +142,21 @@ def _engine_arg(name: Any, value: Any) -> Any:
                 )
         return list(value)
     raise InvalidSpec(
-        f"{where} is a {type(value).__name__}: give a text, number, True, False, None, a list of texts "
+        f"{where} is {type_of(value)}: give a text, number, True, False, None, a list of texts "
         "and numbers, or a dict."
     )
 
 
 def env(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise InvalidSpec(f"ServerSpec.env is a {type(value).__name__}: give a dict.")
+        raise InvalidSpec(f"ServerSpec.env is {type_of(value)}: give a dict.")
     for name, item in value.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InvalidSpec(f"ServerSpec.env has the name {name!r}: it is no name of a variable.")
         if name in OWNED_ENV:
             raise InvalidSpec(f"ServerSpec.env sets {name}: {OWNED_ENV[name]}.")
         if not isinstance(item, str) or "\0" in item:
-            raise InvalidSpec(f"ServerSpec.env[{name!r}] is a {type(item).__name__}: give a text.")
+            raise InvalidSpec(f"ServerSpec.env[{name!r}] is {type_of(item)}: give a text.")
     return dict(value)
 
 

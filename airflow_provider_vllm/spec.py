@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from airflow_provider_vllm import fields
 from airflow_provider_vllm.environment import MASK, holds_credentials, looks_secret
 from airflow_provider_vllm.exceptions import InvalidSpec
-from airflow_provider_vllm.names import nearest
+from airflow_provider_vllm.names import nearest, type_of
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class ServerSpec:
             return value
         if not isinstance(value, Mapping):
             raise InvalidSpec(
-                f"spec is a {type(value).__name__}: give a ServerSpec or a dict of its fields."
+                f"spec is {type_of(value)}: give a ServerSpec or a dict of its fields."
             )
         cls.check_names(value)
         if "model" not in value:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
-from airflow_provider_vllm.names import nearest
+from airflow_provider_vllm.names import nearest, type_of
 from airflow_provider_vllm.operators.literals import STAND_IN, Literals
 from airflow_provider_vllm.operators.spec_template import SPEC_PLACES
 
@@ -97,11 +97,27 @@ def check(arguments: Mapping[str, Any], literals: Literals, *, complete: bool) -
     shown |= _judged({name: shown.get(name) for name in ROWS}, literals)
     if not complete:
         _complete(shown)
-    template = build(shown).prompt_template
-    if template is not None:
+    _check_early(build(shown), arguments.get("batch"), literals)
+
+
+def _check_early(spec: BatchSpec, batch: Any, literals: Literals) -> None:
+    """What the worker would refuse for its form alone, before it looks at any file; `batch` as it was given."""
+    if spec.prompt_template is not None:
         from airflow_provider_vllm.batch.template import Template
 
-        Template(template)
+        Template(spec.prompt_template)
+    if spec.output_schema is not None:
+        from airflow_provider_vllm.batch.schema import checker
+
+        checker(spec.output_schema)
+    given = batch if isinstance(batch, Mapping) else {"input_format": batch}
+    if spec.paths and given.get("input_format") is None:
+        from airflow_provider_vllm.batch.sources import GLOB, kind_of
+
+        for path in spec.paths:
+            suffix = suffix_of(path)
+            if suffix and literals.known(path) and not GLOB.search(suffix):
+                kind_of(path)
 
 
 def path_text(value: Any) -> Any:
@@ -174,7 +190,7 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InvalidInput(f"{name} is a {type(value).__name__}: give a dict.")
+        raise InvalidInput(f"{name} is {type_of(value)}: give a dict.")
     return value
 
 

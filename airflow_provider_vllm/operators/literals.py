@@ -12,6 +12,7 @@ from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidInput
+from airflow_provider_vllm.names import type_of
 from airflow_provider_vllm.spec import ServerSpec
 
 STAND_IN = "rendered-when-the-task-runs"
@@ -72,7 +73,7 @@ class Literals:
             return
         if self.known(server):
             raise InvalidHandle(
-                f"server is a {type(server).__name__}: give the output of a StartVllmServerOperator or of "
+                f"server is {type_of(server)}: give the output of a StartVllmServerOperator or of "
                 "vllm_server(); a server of the task's own is VllmBatchOperator(spec=...)."
             )
 

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from airflow_provider_vllm.exceptions import InvalidHandle, InvalidSpec
+from airflow_provider_vllm.names import type_of
 from airflow_provider_vllm.server.state import NONCE, GenerationDir, StateRoot, check_server_id
 from airflow_provider_vllm.spec import ServerSpec, is_loopback
 
@@ -64,7 +65,7 @@ class ServerHandle:
             return value
         if not isinstance(value, Mapping) or value.get("kind") != KIND:
             raise InvalidHandle(
-                f"`server` is a {type(value).__name__} that is no server handle. Give it the output of a "
+                f"`server` is {type_of(value)} that is no server handle. Give it the output of a "
                 "StartVllmServerOperator, for example server=start.output."
             )
         data = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}

@@ -46,10 +46,11 @@ def batch(**arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [({1, 2}, "set"), (object(), "object"), (b"4096", "bytes"), ([[1]], "list")]
+    ("value", "kind"),
+    [({1, 2}, "a set"), (object(), "an object"), (b"4096", "a bytes"), ([[1]], "a list")],
 )
 def test_an_engine_argument_of_an_unknown_type(value: Any, kind: str) -> None:
-    with pytest.raises(InvalidSpec, match=rf"engine_args\['max_model_len'\] is a {kind}: give a"):
+    with pytest.raises(InvalidSpec, match=rf"engine_args\['max_model_len'\] is {kind}: give a"):
         start({"model": "tiny", "engine_args": {"max_model_len": value}})
 
 
