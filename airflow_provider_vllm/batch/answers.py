@@ -25,6 +25,7 @@ HEAD = (
 TAIL = b'},"error":null}\n'
 loads, dumps = orjson.loads, orjson.dumps
 Check = Callable[[str], "str | None"]
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 class Kind(Enum):
@@ -83,7 +84,7 @@ def answer(
     if b"\n" in raw:
         raw = dumps(body)
     if check is not None and (wrong := check_output(body, check)) is not None:
-        raise InvalidOutput(wrong)
+        raise InvalidOutput(_cut_off(row, body) or wrong)
     key, said = row.key, dumps(row.custom_id)
     head = HEAD % (key, row.number, prompt, completion, key, said, dumps(body.get("id")))
     return head, raw, prompt, completion
@@ -110,6 +111,19 @@ def check_output(body: dict[str, Any], check: Check) -> str | None:
         if wrong is not None:
             return wrong
     return None
+
+
+def _cut_off(row: Row, body: dict[str, Any]) -> str | None:
+    """What ended an answer before it was whole; None where the model ended it."""
+    ends = [item.get("finish_reason") for item in body.get("choices", ())]
+    ends.append((body.get("incomplete_details") or {}).get("reason"))
+    if not {"length", "max_output_tokens"}.intersection(ends):
+        return None
+    asked = loads(row.body)
+    for name in LIMITS:
+        if asked.get(name) is not None:
+            return f"the answer was cut off at {name}={asked[name]}; raise it"
+    return "the answer was cut off at the server's limit; set max_tokens, or raise max_model_len"
 
 
 def still_keeps(line: bytes, check: Check) -> bool:

@@ -6,8 +6,14 @@ import json
 
 import pytest
 
-from airflow_provider_vllm.batch.answers import TAIL, NotAnAnswer, answer, check_output
-from airflow_provider_vllm.batch.api import CHAT, URLS, answer_of
+from airflow_provider_vllm.batch.answers import (
+    TAIL,
+    InvalidOutput,
+    NotAnAnswer,
+    answer,
+    check_output,
+)
+from airflow_provider_vllm.batch.api import CHAT, RESPONSES, URLS, answer_of
 from airflow_provider_vllm.batch.packing import split
 from airflow_provider_vllm.batch.row import Row
 
@@ -60,6 +66,31 @@ def test_strange_usage_is_counted_as_none(usage: object) -> None:
     raw = json.dumps({**GOOD, "usage": usage}).encode()
     _, _, prompt, completion = answer(row(), raw)
     assert (prompt, completion) == (0, 0)
+
+
+CUT = {**GOOD, "choices": [{"message": {"content": '{"a": '}, "finish_reason": "length"}]}
+CUT_RESPONSE = {
+    "output": [{"type": "message", "content": [{"type": "output_text", "text": '{"a": '}]}],
+    "incomplete_details": {"reason": "max_output_tokens"},
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "asked", "said", "why"),
+    [
+        (CHAT, {"max_tokens": 8}, CUT, "the answer was cut off at max_tokens=8; raise it"),
+        (CHAT, {}, CUT, "cut off at the server's limit; set max_tokens, or raise max_model_len"),
+        (RESPONSES, {"max_output_tokens": 9}, CUT_RESPONSE, "cut off at max_output_tokens=9; "),
+        (CHAT, {"max_tokens": 8}, GOOD, "^not whole$"),
+        (RESPONSES, {}, {**CUT_RESPONSE, "incomplete_details": None}, "^not whole$"),
+    ],
+)
+def test_an_answer_that_was_cut_off_says_so(
+    url: str, asked: dict[str, int], said: dict[str, object], why: str
+) -> None:
+    sent = Row(0, "a", url, json.dumps(asked).encode(), b"0123456789abcdef")
+    with pytest.raises(InvalidOutput, match=why):
+        answer(sent, json.dumps(said).encode(), lambda text: "not whole")
 
 
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/score", "/classify", "/pooling"])
