@@ -129,7 +129,11 @@ class Journal:
 
     def _holder(self) -> str:
         pid = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
-        return f"process {pid}" if pid else "another process"
+        who = f"process {pid}" if pid else "another process"
+        with contextlib.suppress(JournalFailed):
+            if (meta := self.read_meta()) is not None and meta.owner:
+                return f"{who} ({meta.owner}{f' of the run {meta.run}' if meta.run else ''})"
+        return who
 
     def read_meta(self) -> Meta | None:
         """What an earlier try was for; None for a new journal. Raises JournalFailed for what is no journal's."""

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from airflow_provider_vllm import metrics
 from airflow_provider_vllm.batch.health import Vitals
 from airflow_provider_vllm.batch.signals import Stats
 
 
 class Progress:
-    """Speeds are of the time since the last report, the time left of the whole run."""
+    """Speeds are of the time since the last report, the time left of the whole run.
+
+    `tokens_per_second` counts those of rows that are done; `server_tokens_per_second` all that the server
+    generates, for others too, by its own counter (None where it has none, or a new server began at 0).
+    """
 
     def __init__(self, total: int | None, now: float) -> None:
         self._total = total
         self._began = self._last = now
         self._last_done = self._last_tokens = 0
+        self._seen: tuple[float, float] | None = None
+        self._last_seen: tuple[float, float] | None = None
+
+    def see(self, vitals: Vitals, now: float) -> None:
+        """A look at the server's metrics."""
+        generated = metrics.total(vitals.samples, "generation_tokens")
+        if generated is None:
+            return
+        self._seen = (now, generated)
+        if self._last_seen is None or generated < self._last_seen[1]:
+            self._last_seen = self._seen
 
     def report(self, stats: Stats, vitals: Vitals, now: float) -> tuple[str, dict[str, Any]]:
         """The line, and the same as numbers."""
@@ -35,11 +51,20 @@ class Progress:
             "in_flight": stats.in_flight,
             "rows_per_second": round(rows_per_s, 1),
             "tokens_per_second": round(tokens_per_s, 1),
+            "server_tokens_per_second": self._generation(),
             "running": vitals.running,
             "waiting": vitals.waiting,
             "seconds_left": None if left is None else round(left),
         }
         return self._line(numbers), numbers
+
+    def _generation(self) -> float | None:
+        """Tokens per second between the looks that two reports knew."""
+        seen, last = self._seen, self._last_seen
+        if seen is None or last is None or seen[0] <= last[0]:
+            return None
+        self._last_seen = seen
+        return round((seen[1] - last[1]) / (seen[0] - last[0]), 1)
 
     @staticmethod
     def _line(n: dict[str, Any]) -> str:
@@ -49,6 +74,8 @@ class Progress:
             if n["running"] is not None
             else ""
         )
+        if n["server_tokens_per_second"]:
+            server += f" generating {n['server_tokens_per_second']:.0f} tokens/s"
         left = "" if n["seconds_left"] is None else f", about {clock(n['seconds_left'])} left"
         return (
             f"{total} rows, {n['rows_per_second']:.1f} rows/s, {n['tokens_per_second']:.0f} tokens/s, "

@@ -10,6 +10,10 @@ import orjson
 
 from airflow_provider_vllm.exceptions import InvalidInput
 
+BRACES = (
+    "write {{ and }} for braces that stay, in a DAG file between {% raw %} and {% endraw %}, since "
+    "{{ is Jinja's there"
+)
 CONVERSIONS: dict[str, Callable[[Any], str]] = {"r": repr, "s": str, "a": ascii}
 
 
@@ -31,17 +35,15 @@ class Template:
                 for literal, name, spec, conversion in string.Formatter().parse(text)
             ]
         except ValueError as error:
-            raise InvalidInput(
-                f"prompt_template: {error}; write {{{{ and }}}} for braces that stay"
-            ) from error
+            raise InvalidInput(f"prompt_template: {error}; {BRACES}") from error
         for _, _, conversion, _ in self._parts:
             if conversion and conversion not in CONVERSIONS:
                 raise InvalidInput(f"prompt_template: !{conversion} is unknown; use !r, !s or !a")
         if not self.names:
             raise InvalidInput("prompt_template names no column, so every prompt would be the same")
         for name in self.names:
-            if not name or "." in name or "[" in name:
-                raise InvalidInput(f"prompt_template: {{{name}}} is not a column name")
+            if not name or "." in name or "[" in name or name.lstrip()[:1] in ("'", '"'):
+                raise InvalidInput(f"prompt_template: {{{name}}} is not a column name; {BRACES}")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ class Watch:
             self._next_look = now + min(LOOK_EVERY, self._spec.progress_interval)
             vitals = self._sender.vitals = self._look()
             self.readings.add(vitals.samples)
+            self._progress.see(vitals, now)
             self._count_preemptions(vitals)
             self._see(vitals.moved, now)
         else:

@@ -111,7 +111,13 @@ def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = Journal(tmp_path)
     first.open()
     monkeypatch.setattr(module, "LOCK_WAIT", 0.2)
-    with pytest.raises(BatchFailed, match="still runs this batch"):
+    with pytest.raises(BatchFailed, match=r"process \d+ still runs this batch"):
+        Journal(tmp_path).open()
+    first.write_meta(Meta("f", "i", None, owner="daily-ask-12ab", run="daily run-1"))
+    with pytest.raises(BatchFailed, match=r"\d+ \(daily-ask-12ab of the run daily run-1\) still"):
+        Journal(tmp_path).open()
+    (tmp_path / "meta.json").write_text("no JSON")
+    with pytest.raises(BatchFailed, match=r"process \d+ still runs this batch"):
         Journal(tmp_path).open()
     monkeypatch.setattr(module, "LOCK_WAIT", 30)
     threading.Timer(0.3, first.close).start()

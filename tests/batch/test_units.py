@@ -169,6 +169,29 @@ def test_progress_lines() -> None:
     assert line == "0 rows, 0.0 rows/s, 0 tokens/s, 0 in flight, 0 errors"
 
 
+def test_progress_before_a_row_is_done_shows_what_the_server_generates() -> None:
+    progress, stats = Progress(300, now=0.0), Stats(in_flight=128)
+
+    def shown(tokens: int, now: float) -> str:
+        progress.see(Vitals(128, 0, samples={'vllm:generation_tokens_total{e="0"}': tokens}), now)
+        line, numbers = progress.report(stats, Vitals(128, 0), now + 0.5)
+        speed = numbers["server_tokens_per_second"]
+        assert speed is None or f"generating {speed:.0f} tokens/s" in line or not speed
+        return line
+
+    assert "server running 128 waiting 0, 0 errors" in shown(500, 1.0)
+    assert "server running 128 waiting 0 generating 250 tokens/s, 0 errors" in shown(1500, 5.0)
+    assert "generating" not in shown(1500, 9.0)
+    assert "generating" not in shown(40, 12.0), "a new server counts from 0"
+    assert "generating 20 tokens/s" in shown(80, 14.0)
+
+
+def test_braces_in_a_template_name_jinja_too() -> None:
+    for text in ("{a", '{"name": 1} {text}', "{\n 'a': {'b': 1}} {text}", "{a.b}"):
+        with pytest.raises(InvalidInput, match=r"write {{ and }} .*{% raw %}"):
+            Template(text)
+
+
 def test_templates() -> None:
     assert (
         Template("{a!r} {{}} {b} {c}").fill({"a": "x", "b": {"k": 1}, "c": 5})
