@@ -32,9 +32,12 @@ _ALLOWED_PREFIXES = tuple(
 )
 _DENIED_NAMES = frozenset({"VLLM_API_KEY"})
 
+# Whole words of a name, ends of words, and what gives a name away wherever it stands.
 _SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|KEY|KEYS|APIKEY|SECRET|SECRETS|PASSWORD|PASSWD|PWD|CREDENTIAL|CREDENTIALS|AUTH)(_|$)"
-    r"|PASSWORD|SECRET|APIKEY|API_KEY",
+    r"(?:^|[_.-])(?:KEYS?|PWD|AUTH|PAT|SAS|JWT|BEARER|COOKIES?|CREDS?|SIGNATURE|DSN|CONN)(?=[_.-]|$)"
+    r"|(?:(?<!COM)(?<!BY)(?<!SUR)(?<!TRES)(?<!OVER)(?<!UNDER)PASS|PASSWD|TOKEN(?!_(?:THRESHOLD|LIMIT|BUDGET|COUNT))|ACCESSKEY)(?=[_.-]|$)"
+    r"|PASSWORD|PASSPHRASE|SECRET|API_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTHORIZATION"
+    r"|CONN(?:ECTION)?_?STR(?:ING)?(?=[_.-]|$)",
     re.IGNORECASE,
 )
 

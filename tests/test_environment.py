@@ -45,6 +45,15 @@ def test_reaches_vllm(name: str) -> None:
     [
         ("HF_TOKEN", True), ("MY_PASSWORD", True), ("DB_PASSWD", True), ("API_KEY", True), ("OPENAI_APIKEY", True),
         ("AWS_SECRET_ACCESS_KEY", True), ("my_secret_thing", True), ("GIT_CREDENTIALS", True), ("MYPASSWORD", True),
+        ("GITHUB_PAT", True), ("DB_PASS", True), ("PGPASS", True), ("PGPASSWORD", True), ("MY_PASSPHRASE", True),
+        ("AUTHORIZATION", True), ("COOKIE", True), ("CREDS", True), ("MY_CRED", True), ("JWT", True), ("BEARER", True),
+        ("SAS_URL", True), ("AZURE_STORAGE_CONNECTION_STRING", True), ("CONN_STRING", True), ("SENTRY_DSN", True),
+        ("AIRFLOW_CONN_DB", True), ("GITHUBTOKEN", True), ("TLS_PRIVATE_KEY", True), ("HTTP_AUTH", True),
+        ("PATH", False), ("COMPASS_X", False), ("VLLM_USE_V1", False), ("VLLM_USE_PRECOMPILED", False),
+        ("HF_HUB_OFFLINE", False), ("HF_HUB_ENABLE_HF_TRANSFER", False), ("CUDA_VISIBLE_DEVICES", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", False), ("BYPASS", False), ("PATTERN", False), ("AUTHOR", False),
+        ("MAX_TOKENS", False), ("SASL_MECHANISM", False), ("VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD", False),
+        ("NCCL_SOCKET_IFNAME", False), ("LD_LIBRARY_PATH", False), ("XDG_SESSION_ID", False),
         ("HF_HOME", False), ("TOKENIZERS_PARALLELISM", False), ("VLLM_KEYBOARD", False), ("OMP_NUM_THREADS", False),
     ],
 )  # fmt: skip
