@@ -57,11 +57,15 @@ class VllmHook(BaseHook):
     def check(self) -> str:
         """What the server serves, in a sentence.
 
-        Raises ServerUnreachable while it does not answer or does not serve the connection's model, which
-        may change by itself, and InvalidInput for what only a person can put right: a connection that
-        says too little, a key that the server refuses.
+        Raises ServerUnreachable while it does not answer, is not healthy (as a batch sees it: a server
+        without `/health` is) or does not serve the connection's model, which may change by itself,
+        and InvalidInput for what only a person can put right: a connection that says too little, a key
+        that the server refuses.
         """
-        base_url, _, extra = self._connection()
+        from airflow_provider_vllm.batch.endpoint import Endpoint
+        from airflow_provider_vllm.batch.health import is_healthy
+
+        base_url, key, extra = self._connection()
         served = self._served()
         wanted = self._model(extra)
         what = f"{base_url} serves {', '.join(served) or 'nothing'}"
@@ -69,6 +73,8 @@ class VllmHook(BaseHook):
             raise ServerUnreachable(f"{what}, not {wanted} (extra `model`)")
         if not served:
             raise ServerUnreachable(f"{what}: it lists no model yet")
+        if fault := is_healthy(Endpoint(base_url, wanted or served[0], key)):
+            raise ServerUnreachable(f"{what}, and is not healthy: {fault}")
         return what
 
     def test_connection(self) -> tuple[bool, str]:
@@ -87,7 +93,10 @@ class VllmHook(BaseHook):
         client = self.get_conn().with_options(timeout=10, max_retries=0)
         try:
             with client:
-                return [model.id for model in client.models.list()]
+                served = [model.id for model in client.models.list()]
+            if not all(isinstance(name, str) and name for name in served):
+                raise TypeError("a model without an id")
+            return served
         except (openai.AuthenticationError, openai.PermissionDeniedError) as exc:
             raise InvalidInput(
                 f"{what} refuses the key (HTTP {exc.status_code}). Give the connection the server's key as its "
@@ -99,7 +108,7 @@ class VllmHook(BaseHook):
                 f"{what} does not list its models: {exc}{cause}. See that it runs, that this worker reaches it, "
                 "and that the connection names what stands before /v1 in its URLs."
             ) from None
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, RecursionError):
             # What the client makes of an answer in another form, JSON or not.
             raise ServerUnreachable(
                 f"{what} answers /v1/models with something else than a list of models. See that it is a vLLM "

@@ -212,6 +212,9 @@ def test_a_host_that_makes_no_url(connect: Connect, fields: dict[str, Any]) -> N
         (b"null", "something else than a list of models"),
         (b'{"data": "x"}', "something else than a list of models"),
         (b'{"data": [1]}', "something else than a list of models"),
+        (b'{"data": [{"id": null}]}', "something else than a list of models"),
+        (b'{"data": [{"id": 7}]}', "something else than a list of models"),
+        (b"[" * 100_000, "something else than a list of models"),
         (b'{"data": []}', "serves nothing: it lists no model yet"),
         (b"{}", "serves nothing: it lists no model yet"),
     ],
@@ -220,6 +223,20 @@ def test_a_server_of_another_kind(connect: Connect, answer: bytes, said: str) ->
     with answering(answer) as port:
         hook = connect(host="127.0.0.1", port=port)
         with pytest.raises(ServerUnreachable, match=said):
+            hook.check()
+        assert hook.test_connection()[0] is False
+
+
+@pytest.mark.parametrize("fields", [{}, {"extra": {"model": "tiny"}}])
+def test_health_counts_as_a_batch_counts_it(connect: Connect, fields: dict[str, Any]) -> None:
+    behaviour = Behaviour()
+    with ThreadedEndpoint(behaviour) as server:
+        hook = connect(host="127.0.0.1", port=server.port, **fields)
+        for status in (200, 404):  # no vLLM, but it answers
+            behaviour.health = status
+            assert hook.check() == f"{server.base_url} serves tiny"
+        behaviour.health = 503
+        with pytest.raises(ServerUnreachable, match="not healthy: /health says HTTP 503"):
             hook.check()
         assert hook.test_connection()[0] is False
 

@@ -99,6 +99,8 @@ def test_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIRFLOW_CONN_SOME", json.dumps(connection))
     waiting = VllmServerReadySensor(task_id="wait", vllm_conn_id="some")
     assert waiting.poke(context_of()) is False
+    with ThreadedEndpoint(Behaviour(health=503), port=port):
+        assert waiting.poke(context_of()) is False
     with ThreadedEndpoint(port=port):
         assert waiting.poke(context_of()) is True
 
