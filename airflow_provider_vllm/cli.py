@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand, lazy_load_command
+
+from airflow_provider_vllm.output import print_all
 
 if TYPE_CHECKING:
     from airflow_provider_vllm.server.state import GenerationDir, ServerState, StateRoot
@@ -71,9 +72,8 @@ def servers(args: argparse.Namespace) -> None:
     root = _root(args)
     found = [each for each in _states(root) if args.all or each[1] is None or not each[1].settled]
     if args.json:
-        for directory, state in found:
-            shown = _unreadable(directory) if state is None else state.to_json()
-            print(json.dumps(shown, default=list))
+        shown = (_unreadable(each) if state is None else state.to_json() for each, state in found)
+        print_all([json.dumps(each, default=list) for each in shown])
         return
     rows: list[tuple[str, ...]] = [("ID", "STATE", "MODEL", "GPUS", "AGE", "LEASE", "TASK")]
     rows += [_row(*each, time.time()) for each in found]
@@ -84,16 +84,7 @@ def servers(args: argparse.Namespace) -> None:
     ]
     if not found:
         lines.append(_none(root, "has run" if args.all else "runs"))
-    _print_all(lines)
-
-
-def _print_all(lines: Sequence[str]) -> None:
-    """Print, to a reader that may have gone (`... | head -1`)."""
-    try:
-        print(*lines, sep="\n", flush=True, end="\n" if lines else "")
-    except BrokenPipeError:
-        # Python flushes once more at its end, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_all(lines)
 
 
 def stop(args: argparse.Namespace) -> None:

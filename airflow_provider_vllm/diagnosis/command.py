@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from airflow_provider_vllm.diagnosis.diagnose import diagnose
+from airflow_provider_vllm.output import print_all
 
 UNREADABLE = 3
 EXIT_STATUS = {
@@ -53,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"Cannot read the log: {error}", file=sys.stderr)
         return UNREADABLE
     if args.json:
-        print(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
+        print_all([json.dumps(found.to_json(), ensure_ascii=False, indent=2)])
     else:
-        print(found.text(colour=sys.stdout.isatty()))
+        print_all([found.text(colour=sys.stdout.isatty())])
     return EXIT_STATUS[found.verdict]
 
 

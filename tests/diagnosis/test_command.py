@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,19 @@ def test_unreadable(arguments: tuple[str, ...]) -> None:
 
 def test_nothing_to_judge() -> None:
     assert _run(stdin=b"hello\n").returncode == 4
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_reader_that_has_gone_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    ours, gone = os.pipe()
+    os.close(ours)
+    try:
+        done = subprocess.run(
+            [*COMMAND, _log(tmp_path, "12_no_weights"), *arguments],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    finally:
+        os.close(gone)
+    assert (done.stderr, done.returncode) == (b"", 1)
