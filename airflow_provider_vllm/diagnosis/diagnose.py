@@ -18,6 +18,7 @@ from airflow_provider_vllm.diagnosis.blame import STRONG, VICTIM, Blame, Suspect
 from airflow_provider_vllm.diagnosis.catalogue import NATIVE, RULES
 from airflow_provider_vllm.diagnosis.events import Event, events
 from airflow_provider_vllm.diagnosis.guess import guess_group
+from airflow_provider_vllm.diagnosis.later_start import later_start
 from airflow_provider_vllm.diagnosis.logs import Record, parsed, whole_lines
 from airflow_provider_vllm.diagnosis.reader import Life, Readable, Transcript, read
 from airflow_provider_vllm.diagnosis.rule import Diagnosis
@@ -76,6 +77,10 @@ def _judge(life: Life, exit_status: int | None, evidence: Mapping[str, Any]) -> 
     if exit_status is None:
         exit_status = _told(life, kept)
     found = events(kept, NATIVE)
+    if (later := later_start(life, kept, found)) is not None:
+        note = "Before that start the server had been stopped in order."
+        judged = _judge(later, exit_status, evidence)
+        return replace(judged, notes=(*judged.notes, note))
     case = _Case(life, kept, found, blame(found, kept, life, RULES), exit_status, evidence)
     if _stopped_in_order(case):
         return silent.stopped(life)

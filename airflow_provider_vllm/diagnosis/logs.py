@@ -2,7 +2,7 @@
 
 Understands the shapes of every vLLM release up to 0.32, and what other programs do to them: stamps
 in front, box drawings around, JSON around, lines cut at a terminal's width. A record's `raw` is
-always the line as it stands in the log (of a cut line, its first piece).
+always the line as it stands in the log but for its colours (of a cut line, its first piece).
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ _SOURCES = {
     "model_runner.py": "Worker",
     "multiproc_executor.py": "EngineCore",
 }
-_REPEATED = re.compile(r"\x1b?(?:\[\d+m)?\[repeated \d+x across[^\]]*\](?:\x1b?\[0m)?\s*$")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|(?<![\w\]])\[(?:0|1|3[0-7]|36|1;36|0;36)m")
-_REMAINS = re.compile(r"\[\d{1,3}(?:;\d{1,3})?m")
+_REPEATED = re.compile(r"\[repeated \d+x across[^\]]*\]\s*$")
 _BOX = re.compile(r"^\s*[│┃|]\s(?P<body>.*?)\s*[│┃]?\s*$")
 
 
@@ -100,8 +98,8 @@ def whole_lines(lines: Iterable[Line]) -> list[Cut]:
 
 
 def _inner(line: str) -> tuple[str, str]:
-    """The line as it stands, and what is left without frames drawn around it and colours."""
-    text = _COLOUR.sub("", line) if "\x1b" in line or _REMAINS.search(line) else line
+    """The line as it stands, and what is left without frames drawn around it."""
+    text = line
     if text[:1] in "│┃" or text[:2] in (" │", " ┃"):
         box = _BOX.match(text)
         text = box["body"] if box else text
@@ -110,7 +108,7 @@ def _inner(line: str) -> tuple[str, str]:
 
 def _messages(text: str) -> list[tuple[str | None, str]]:
     """Level and text of each message of a line, which is one unless it is wrapped in JSON."""
-    inner = messages(text) if text.endswith("}") else None
+    inner = messages(text) if text.endswith(("}", ",")) else None
     return [(None, text)] if inner is None else [(inner[0], part) for part in inner[1]]
 
 

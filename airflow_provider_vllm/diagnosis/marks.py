@@ -20,7 +20,8 @@ _SERVER_START = re.compile(r"vLLM API server version \S|█  version \d")
 _ENGINE_START = re.compile(r"\] Initializing an? (?:V\d )?LLM engine")
 _READY = re.compile(r"Application startup complete|Uvicorn running on ")
 _ORDERLY = re.compile(
-    r"\[shutdown\] API server: shutdown triggered"
+    r"\[shutdown\] API server: (?:shutdown triggered|stopping engine client)"
+    r"|\[shutdown\] EngineCore: (?:start mode|request processing complete|exiting busy loop)"
     r"|\] Shutting down FastAPI HTTP server|\[shutdown\] EngineCore: trigger received signal="
     r"|INFO:     Shutting down$|INFO:     Waiting for application shutdown"
 )
@@ -36,7 +37,9 @@ _AT_WORK = re.compile(
 # A script without a server came to the end of its prompts.
 _FINISHED = re.compile(r"Processed prompts: +100%")
 _SERVED = re.compile(r'"POST /(?!.*load_lora)[^"]*" 200')
+_ACCESS = re.compile(r'INFO:?\s+[\w.:\[\]-]+ - "[A-Z]+ /')
 _DIGITS = b"0123456789"
+_JSON_ENDS = ("}", ",")
 
 
 class Marks(NamedTuple):
@@ -52,12 +55,13 @@ class Marks(NamedTuple):
     trouble: bool = False
     orderly: bool = False
     served: bool = False
+    accessed: bool = False
     finished: bool = False
 
 
 def marks_of(line: str) -> Marks:
     """The marks of one line without its newline."""
-    if line[:1] == "{" and (inner := messages(line)) is not None:
+    if line[-1:] in _JSON_ENDS and (inner := messages(line)) is not None:
         return _together([_marks(part) for part in inner[1]])
     return _marks(line)
 
@@ -74,6 +78,7 @@ def _marks(line: str) -> Marks:
         trouble="Traceback" in line or ": error: " in line,
         orderly=_ORDERLY.search(line) is not None,
         served=boring and _SERVED.search(line) is not None,
+        accessed=boring and _ACCESS.search(line) is not None,
         finished=boring and _FINISHED.search(line) is not None,
     )
 

@@ -1,7 +1,8 @@
 """One raw log line in; what stands before its message, and the message, out.
 
 Prefixes stack: a container runtime's stamp, the process, the rank, vLLM's own logger. Each is
-optional, so a line without any is its own message. Nothing here looks at a second line.
+optional, so a line without any is its own message. Nothing here looks at a second line, or knows
+colours, which are gone before.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# What other programs put before a line: compose, journald, kubectl, build systems, colour remains.
+# What other programs put before a line: compose, journald, kubectl, build systems.
 FOREIGN = re.compile(
     r"""(?:
-        \x1b\[[0-9;]*m | \[\d{1,3}(?:;\d{1,3})*m   # colours, with or without their ESC
-      | \x1b\[[0-9;?]*[A-Za-z]
-      | [\w./-]{1,60}\s{1,20}\|(?:\s|$)(?!\s*\d+%)   # "vllm-1  | ", but no progress bar
+        [\w./-]{1,60}\s{1,20}\|(?:\s|$)(?!\s*\d+%)   # "vllm-1  | ", but no progress bar
       | \s{0,4}\|\s(?=\[|\()
       | _bk;t=\d+\x07?   # Buildkite
       | \[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\s?[+-]\d\d:?\d\d)?\]?(?:\s|$)
@@ -31,7 +30,7 @@ FOREIGN = re.compile(
 # "(EngineCore_DP0 pid=12)", "(RayWorkerWrapper pid=7, ip=10.0.0.2)", "[rank0]:"
 PROCESS = re.compile(
     r"\((?P<name>[A-Za-z][\w:.<>-]*)(?P<more>(?: [\w=]+){0,4}?) ?(?:pid=|pid )(?P<pid>\d+)"
-    r"(?:, ip=(?P<ip>[\w.:-]+))?[^)\n]{0,40}\)(?:\x1b?\[[0-9;]*m)?(?: |$)"
+    r"(?:, ip=(?P<ip>[\w.:-]+))?[^)\n]{0,40}\)(?: |$)"
 )
 RANK = re.compile(r"\[rank(?P<rank>\d+)\]: ?")
 # vLLM's logger, with the file in brackets since 0.7.3 and without before.

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from airflow_provider_vllm.diagnosis.colour import plain, plain_bytes
 from airflow_provider_vllm.diagnosis.marks import MarkCache, Marks, marks_of
 
 
@@ -100,6 +101,7 @@ class Life:
     fatal: int | None = None
     orderly: int | None = None
     first_answer: int | None = None
+    first_access: int | None = None
     finished: bool = False
     troubled: bool = False
     last: int = 0
@@ -121,7 +123,13 @@ class Life:
 
     @property
     def serving(self) -> int | None:
-        """The line from which on it served: that it is ready, else its first answer."""
+        """The line from which on it served: that it is ready, else its first answer.
+
+        Where the log's head was cut off and a request was answered, well or not, it served before.
+        """
+        headless = self.started is None and not self.stages
+        if self.ready is None and headless and (self.first_answer or self.first_access):
+            return self.first
         return self.ready or self.first_answer
 
     def over_before(self, start: str) -> bool:
@@ -147,6 +155,8 @@ class Life:
                 self.finished = marks.finished
             if marks.served:
                 self.answered(number)
+            if marks.accessed:
+                self.first_access = self.first_access or number
             if marks.stage is None and number - self.first > HEAD_LINES:
                 return
         if marks != _NOTHING:
@@ -241,7 +251,7 @@ class _Reader:
 def read(source: str | os.PathLike[str] | Readable | Iterable[str]) -> Transcript:
     """Reads a path, a binary stream or an iterable of lines.
 
-    Invalid UTF-8 is replaced, line ends of any kind go. Raises OSError where a path cannot be read.
+    Invalid UTF-8 is replaced, colours and line ends of any kind go. Raises OSError where a path cannot be read.
     """
     if isinstance(source, (str, os.PathLike)):
         with open(source, "rb") as stream:
@@ -251,7 +261,7 @@ def read(source: str | os.PathLike[str] | Readable | Iterable[str]) -> Transcrip
     reader = _Reader()
     number = 0
     for number, line in enumerate(source, start=1):
-        for part in _parts(line.rstrip("\r\n")):
+        for part in _parts(plain(line.rstrip("\r\n"))):
             reader.add(number, part)
     reader.transcript.total = number
     return reader.transcript
@@ -260,7 +270,7 @@ def read(source: str | os.PathLike[str] | Readable | Iterable[str]) -> Transcrip
 def _read_bytes(stream: Readable) -> Transcript:
     reader = _Reader()
     number = 0
-    for block in _blocks(stream):
+    for block in map(plain_bytes, _blocks(stream)):
         if any(sign in block for sign in _SIGNS):
             for raw in _split(block):
                 number += 1
@@ -283,8 +293,10 @@ def _split(block: bytes) -> list[bytes]:
 
 def _add_bytes(reader: _Reader, number: int, raw: bytes) -> None:
     if b'" 200' in raw and b"INFO:     " in raw[:80]:  # by far the most lines of a busy server
+        life = reader.transcript.last
+        life.first_access = life.first_access or number
         if b'"POST /' in raw:
-            reader.transcript.last.answered(number)
+            life.answered(number)
         return
     line = raw.decode("utf-8", "replace").rstrip("\r\n")
     if "\r" not in line:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from airflow_provider_vllm.diagnosis.colour import plain
 from airflow_provider_vllm.diagnosis.prefix import split_prefix
 
 STAGES = ("import", "download", "load weights", "compile", "warm up")
@@ -113,6 +114,7 @@ def stage_of(line: str) -> str | None:
     """
     if ' - "' in line and "INFO:" in line:  # an access line, as nearly all of a busy server's are
         return None
+    line = plain(line)
     found = _STAGE.search(line)
     if found is None or found.lastgroup is None or _REQUEST.search(line, 0, found.start()):
         return None
@@ -127,4 +129,4 @@ def is_fatal(line: str) -> bool:
     """
     if _MAYBE_FATAL.search(line) is None:
         return False
-    return _FATAL.match(split_prefix(line).text) is not None
+    return _FATAL.match(split_prefix(plain(line)).text) is not None

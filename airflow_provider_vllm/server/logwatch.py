@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from airflow_provider_vllm.diagnosis.colour import plain
 from airflow_provider_vllm.diagnosis.stages import is_fatal, stage_of
 
 BLOCK = 256 * 1024
@@ -52,7 +53,7 @@ class LogWatch:
         lines = (self._rest + block).replace(b"\r", b"\n").split(b"\n")
         self._rest = lines.pop()[:LONGEST_LINE]
         for raw in lines:
-            line = raw[:LONGEST_LINE].decode(errors="replace")
+            line = plain(raw[:LONGEST_LINE].decode(errors="replace"))
             stage = stage_of(line) or stage
             if found := _PROGRESS.search(line):
                 progress = f"{found[1]} ({found[2]})"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from airflow_provider_vllm.diagnosis.colour import plain
+
 DATA = Path(__file__).parent / "data" / "shapes.txt"
 
 
@@ -24,8 +26,10 @@ class Case:
 
     @property
     def root_line(self) -> str | None:
-        """The line to blame, if any."""
-        return None if self.root_line_number is None else self.lines[self.root_line_number - 1]
+        """The line to blame, without its colours, if any."""
+        return (
+            None if self.root_line_number is None else plain(self.lines[self.root_line_number - 1])
+        )
 
 
 def cases() -> list[Case]:

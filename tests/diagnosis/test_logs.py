@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from airflow_provider_vllm.diagnosis.colour import plain
 from airflow_provider_vllm.diagnosis.diagnose import diagnose
 from airflow_provider_vllm.diagnosis.logs import records
 from airflow_provider_vllm.diagnosis.prefix import split_prefix
@@ -63,7 +64,7 @@ def test_every_era_behind_every_prefix(era: str, foreign: str) -> None:
     log = _log(ENGINE[era], FOREIGN[foreign])
     found = diagnose(log)
     assert (found.verdict, found.cause) == ("failed", "no_available_kv_cache_memory")
-    assert found.root_line == log[len(FRAMES) - 1]
+    assert found.root_line == plain(log[len(FRAMES) - 1])
     assert found.root_line_number == len(FRAMES)
     assert found.process is not None
     assert found.process.startswith("EngineCore")
