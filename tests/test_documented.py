@@ -19,7 +19,7 @@ PIECES = [
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for text in BLOCK.findall(path.read_text(encoding="utf-8"))
 ]
-AROUND = "from airflow.sdk import DAG\nfrom airflow_provider_vllm import *\n\nwith DAG('piece'):\n"
+AROUND = "from airflow.sdk import DAG\n\nwith DAG('piece'):\n"
 
 
 def dag_of(text: str, folder: Path) -> Any:
@@ -50,6 +50,29 @@ def test_the_server_is_around_the_tasks_that_share_it(tmp_path: Path) -> None:
     assert dag.get_task("start_vllm_server").is_setup
     assert {"first", "each"} <= dag.get_task("start_vllm_server").downstream_task_ids
     assert {"second", "each"} <= dag.get_task("stop_vllm_server").upstream_task_ids
+
+
+def test_without_a_gpu_the_settings_reach_vllm(tmp_path: Path) -> None:
+    from airflow_provider_vllm import ServerSpec
+
+    task: Any = dag_of(piece("VLLM_CPU_KVCACHE_SPACE"), tmp_path).get_task("try")
+    spec = ServerSpec.of(task.spec.fields)
+    assert spec.gpus == 0
+    assert spec.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert spec.engine_args["enforce_eager"] is True
+
+
+def test_a_class_and_a_dict_are_schemas_after_rendering_too(tmp_path: Path) -> None:
+    from airflow_provider_vllm.batch.spec import schema_of
+    from airflow_provider_vllm.operators.batch_arguments import build
+
+    dag = dag_of(piece("class Review"), tmp_path)
+    for task_id, field in (("by_class", "stars"), ("by_schema", "country")):
+        task: Any = dag.get_task(task_id)
+        task.render_template_fields({})
+        schema = schema_of(build({"prompts": task.prompts, "batch": task.batch}).output_schema)
+        assert schema is not None
+        assert field in schema["properties"]
 
 
 def test_the_shards_are_split_mapped_and_merged(tmp_path: Path) -> None:

@@ -175,8 +175,7 @@ def test_progress_before_a_row_is_done_shows_what_the_server_generates() -> None
     def shown(tokens: int, now: float) -> str:
         progress.see(Vitals(128, 0, samples={'vllm:generation_tokens_total{e="0"}': tokens}), now)
         line, numbers = progress.report(stats, Vitals(128, 0), now + 0.5)
-        speed = numbers["server_tokens_per_second"]
-        assert speed is None or f"generating {speed:.0f} tokens/s" in line or not speed
+        assert bool(numbers["server_tokens_per_second"]) == ("generating" in line)
         return line
 
     assert "server running 128 waiting 0, 0 errors" in shown(500, 1.0)
