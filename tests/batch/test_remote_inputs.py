@@ -49,7 +49,7 @@ def run(one: BatchSpec, link: ForeignLink) -> BatchResult:
         ("empty.jsonl", b"", "is empty"),
         ("blank.jsonl", b"\n\n", "holds no rows"),
         ("header.csv", b"prompt\n", "holds no rows"),
-        ("blank.txt.gz", gzip.compress(b"\n"), "holds no rows"),
+        ("blank.txt.gz", gzip.compress(b"\n", mtime=0), "holds no rows"),
         ("other.csv", b"question\na\n", "no column prompt"),
         ("array.json", b'[\n{"prompt": "a"}\n]\n', "one JSON document over several lines"),
     ],
