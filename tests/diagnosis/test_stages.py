@@ -57,6 +57,8 @@ FATAL = [
     "2026-02-03T04:05:06.789Z ERROR 05-23 09:31:47 [core.py:396] EngineCore failed to start.",
     "vllm-1  | ERROR 05-23 09:31:47 [core.py:396] EngineCore failed to start.",
     "RuntimeError: Engine loop has died",
+    "\x1b[0;36m(APIServer pid=1)\x1b[0;0m \x1b[31mERROR\x1b[0m \x1b[90m11-30 10:02:50\x1b[0m "
+    "\x1b[90m[async_llm.py:906]\x1b[0m AsyncLLM output_handler failed.",
 ]
 HARMLESS = [
     "(EngineCore pid=2) INFO 11-30 09:47:46 [core.py:1454] [shutdown] EngineCore: trigger received signal=SIGTERM",

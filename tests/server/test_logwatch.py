@@ -46,6 +46,15 @@ def test_a_torn_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert fatal.endswith("EngineCore failed to start.")
 
 
+def test_a_coloured_line_is_read_like_any_other(tmp_path: Path) -> None:
+    grey, end = b"\x1b[90m", b"\x1b[0m"
+    news = Log(tmp_path).said(
+        b"\x1b[0;36m(EngineCore pid=1)\x1b[0;0m \x1b[31mERROR" + end + b" " + grey + b"01-01 00:00:00"
+        + end + b" " + grey + b"[core.py:1231]" + end + b" EngineCore failed to start.\n"
+    )  # fmt: skip
+    assert news.fatal == DEAD.decode().strip()
+
+
 def test_a_character_torn_in_two_is_no_error(tmp_path: Path) -> None:
     log = Log(tmp_path)
     text = "é Starting to load model tiny\n".encode()
