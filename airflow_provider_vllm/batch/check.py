@@ -218,7 +218,7 @@ def _check_owner(
     meta = None if journal is None else check_journal(spec, checked, journal)
     if spec.output_path is None or (meta is not None and meta.output_path == spec.output_path):
         return
-    found = _manifest(spec, to_path)
+    found = manifest_beside(spec, to_path)
     if to_path(spec.output_path).exists():
         _check_manifest(spec, checked, found)
     errors_at = spec.errors_path
@@ -246,7 +246,7 @@ def _check_manifest(spec: BatchSpec, checked: Checked, found: dict[str, Any]) ->
         )
 
 
-def _manifest(spec: BatchSpec, to_path: ToPath) -> dict[str, Any]:
+def manifest_beside(spec: BatchSpec, to_path: ToPath) -> dict[str, Any]:
     """What is beside the output; empty where there is none."""
     try:
         found = orjson.loads(to_path(str(results.manifest_path(spec))).read_bytes())

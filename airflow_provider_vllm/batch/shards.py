@@ -5,34 +5,40 @@
     task(merge)(parts.output, "answers.jsonl")
 
 Invariants: shards are consecutive parts, so that merging in their order keeps the input's; `row_offset`
-keeps the ids that rows without a `custom_id` get as they would be without shards.
+keeps the ids that rows without a `custom_id` get as they would be without shards; neither shards nor what is
+merged take the place of their own input, and what is merged of no file that is not its own.
 """
 
 from __future__ import annotations
 
-import io
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import orjson
 
 from airflow_provider_vllm.batch import results
-from airflow_provider_vllm.batch.csv_rows import CsvWriter, csv_rows
-from airflow_provider_vllm.batch.parquet_tables import nullable, parquet_schema, parquet_tables
+from airflow_provider_vllm.batch.check import manifest_beside
+from airflow_provider_vllm.batch.csv_rows import csv_rows
+from airflow_provider_vllm.batch.parquet_tables import parquet_schema, parquet_tables
+from airflow_provider_vllm.batch.pieces import BORDER, CARRIED, Blocks, csv_line, pieces
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import (
     ToPath,
+    column_names,
     csv_header,
     find_sources,
     local_path,
+    real_path,
     records,
 )
 from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
-CARRIED = 1 << 26  # characters of one CSV record
 SUFFIX = {"jsonl": ".jsonl", "text": ".txt", "csv": ".csv", "parquet": ".parquet"}
+SHARD = re.compile(r"shard-\d{4,}(\.\d+)?\.(jsonl|txt|csv|parquet)")
 
 
 def split(
@@ -43,15 +49,18 @@ def split(
     input_format: str | None = None,
     to_path: ToPath = local_path,
 ) -> list[dict[str, Any]]:
-    """Write the input as up to `shards` files of nearly equal row counts into `output_dir`.
+    """Write the input as up to `shards` shards of nearly equal row counts into `output_dir`.
 
-    Returns arguments for one batch each: `input_path`, `row_offset`. Raises InvalidPrompts for an input that
-    cannot be read, or files of different formats.
+    Returns arguments for one batch each: `input_path` (a list where what one CSV file leaves open would run into the
+    next), `row_offset`. Raises InvalidPrompts for an input that cannot be read, files of different formats, or an
+    `input_path` that takes in the shards themselves.
     """
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
         raise InvalidInput(f"shards is {shards!r}; use a number from 1")
     spec = BatchSpec(input_path=input_path, output_path="unused", input_format=input_format)
     sources = find_sources(spec, to_path)
+    folder = to_path(output_dir)
+    _check_apart(sources, folder)
     formats = {source.format for source in sources}
     if len(formats) > 1:
         raise InvalidPrompts(
@@ -60,110 +69,48 @@ def split(
     rows = sum(1 for _ in records(spec, sources))
     if not rows:
         raise InvalidPrompts(f"input_path {', '.join(spec.paths)} holds no rows: nothing to split")
-    folder = to_path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     kind = formats.pop()
-    pieces = {"csv": _csv_pieces, "parquet": _parquet_pieces}.get(kind, _line_pieces)
     made: list[dict[str, Any]] = []
-    for index, (first, data) in enumerate(pieces(sources, _quota(rows, shards))):
-        name = f"{str(output_dir).rstrip('/')}/shard-{index:04d}{SUFFIX[kind]}"
-        with results.replacing(name, to_path) as file:
-            for block in data:
-                file.write(block)
-        made.append({"input_path": name, "row_offset": first})
+    for index, (first, data) in enumerate(pieces(kind, sources, max(1, -(-rows // shards)))):
+        stem = f"{str(output_dir).rstrip('/')}/shard-{index:04d}"
+        names = _write(stem, SUFFIX[kind], data, to_path)
+        if index == 0:
+            _check_apart_now(spec, names, folder, to_path)
+        made.append({"input_path": names if len(names) > 1 else names[0], "row_offset": first})
     return made
 
 
-def _quota(rows: int, shards: int) -> int:
-    return max(1, -(-rows // shards))
+def _write(stem: str, suffix: str, data: Blocks, to_path: ToPath) -> list[str]:
+    """The names of the files of one shard."""
+    names: list[str] = []
+    for is_border, blocks in groupby(data, lambda block: block is BORDER):
+        if not is_border:
+            names.append(f"{stem}.{len(names)}{suffix}" if names else f"{stem}{suffix}")
+            with results.replacing(names[-1], to_path) as file:
+                file.writelines(blocks)
+    return names
 
 
-Piece = tuple[int, Iterator[bytes]]
+def _check_apart(sources: tuple[Source, ...], folder: Any) -> None:
+    """No shard may be an input, which it would overwrite, or double in the next run."""
+    for source in sources:
+        path = results.target_of(source.path)
+        if SHARD.fullmatch(path.name) and real_path(path.parent) == real_path(folder):
+            raise InvalidPrompts(
+                f"input_path takes in {source.name}, which has the name of a shard in output_dir {folder}: it would "
+                "be overwritten, or its rows sent twice; give the shards a folder that input_path does not cover"
+            )
 
 
-def _line_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
-    """Cut only after a line that is not blank: at the end of a file, blank lines are no rows."""
-    lines = _Peekable(line for source in sources for line in _whole_lines(source))
-    count = 0
-    while lines.has_more():
-        first, taken = count, 0
-
-        def piece() -> Iterator[bytes]:
-            nonlocal taken
-            blank = True
-            while lines.has_more() and (taken < quota or blank):
-                line = lines.take()
-                blank = not line.strip()
-                taken += 1
-                yield line
-
-        yield first, piece()
-        count += taken
-
-
-def _whole_lines(source: Source) -> Iterator[bytes]:
-    """Lines with their end; blank ones only where another line of the file follows."""
-    blanks: list[bytes] = []
-    with source.open() as file:
-        for number, line in enumerate(file):
-            if number == 0:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                blanks.append(b"\n")
-                continue
-            yield from blanks
-            blanks.clear()
-            yield line if line.endswith(b"\n") else line + b"\n"
-
-
-class _Peekable:
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-        self._next: Any = next(items, None)
-
-    def has_more(self) -> bool:
-        return self._next is not None
-
-    def take(self) -> Any:
-        item, self._next = self._next, next(self._items, None)
-        return item
-
-
-def _csv_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
-    """Every record as it stands in its file, so that a broken one is broken in its shard too."""
-    headers = [_csv_header(source) for source in sources]
-    if any(header != headers[0] for header in headers):
-        raise InvalidPrompts("the CSV files of input_path have different headers")
-    rows = _Peekable(row for source in sources for row in _csv_records(source))
-    count = 0
-    while rows.has_more():
-        first, taken = count, 0
-
-        def piece() -> Iterator[bytes]:
-            nonlocal taken
-            yield _csv_line(headers[0])
-            while rows.has_more() and taken < quota:
-                taken += 1
-                yield rows.take()
-
-        yield first, piece()
-        count += taken
-
-
-def _csv_header(source: Source) -> list[str]:
-    with csv_rows(source) as rows:
-        return csv_header(source, rows)
-
-
-def _csv_records(source: Source) -> Iterator[bytes]:
-    with csv_rows(source, CARRIED) as rows:
-        csv_header(source, rows)
-        for line, _, wrong in rows:
-            if wrong is not None and wrong[0] == "row_too_long":
-                raise InvalidPrompts(
-                    f"input_path {source.name}, line {line}: {wrong[1]}, which no shard takes; shorten it"
-                )
-            yield rows.raw().encode("utf-8", "surrogateescape")
+def _check_apart_now(spec: BatchSpec, names: list[str], folder: Any, to_path: ToPath) -> None:
+    """The same, once there is a shard for a glob to find."""
+    try:
+        _check_apart(find_sources(spec, to_path), folder)
+    except InvalidPrompts:
+        for name in names:
+            to_path(name).unlink()
+        raise
 
 
 def _csv_body(source: Source) -> Iterator[list[str]]:
@@ -173,46 +120,16 @@ def _csv_body(source: Source) -> Iterator[list[str]]:
         yield from (cells for _, cells, _ in rows)
 
 
-def _csv_line(cells: list[str]) -> bytes:
-    text = io.StringIO()
-    CsvWriter(text).row(cells)
-    return text.getvalue().encode("utf-8", "surrogateescape")
-
-
-def _parquet_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
-
-    def finished(first: int, tables: list[Any]) -> Piece:
-        out = io.BytesIO()
-        parquet.write_table(pyarrow.concat_tables(tables), out)
-        return first, iter([out.getvalue()])
-
-    first, held = 0, 0
-    tables: list[Any] = []
-    for table in parquet_tables(pyarrow, sources, nullable(parquet_schema(sources))):
-        while held + table.num_rows >= quota:
-            part = table.slice(0, quota - held)
-            table = table.slice(quota - held)
-            yield finished(first, [*tables, part])
-            first, held, tables = first + quota, 0, []
-        if table.num_rows:
-            tables.append(table)
-            held += table.num_rows
-    if tables:
-        yield finished(first, tables)
-
-
 def merge(
     manifests: Sequence[Mapping[str, Any]], output_path: str, *, to_path: ToPath = local_path
 ) -> dict[str, Any]:
     """Join the outputs and error files of shards, in the order given; their manifest as one.
 
-    `manifests` are those of the shards' batches. Raises InvalidInput where one has no output.
+    `manifests` are those of the shards' batches. Raises InvalidInput where one has no output, or the joined one
+    would take the place of a shard's or of a file that is not of the same input.
     """
-    manifests = list(
-        manifests
-    )  # a mapped task's outputs are fetched anew each time they are gone through
+    # A mapped task's outputs are fetched anew each time they are gone through.
+    manifests = list(manifests)
     if not manifests:
         raise InvalidInput("merge needs the manifest of at least one shard")
     outputs = [manifest.get("output_path") for manifest in manifests]
@@ -221,39 +138,69 @@ def merge(
             "merge: a shard's manifest has no output_path; its batch did not succeed"
         )
     errors = [m["errors_path"] for m in manifests if m.get("errors_path")]
-    target = BatchSpec(prompts=["unused"], output_path=output_path)
-    place = str(results.errors_path(target))
-    for text, is_ours in (
-        (place, results.holds_error_rows),
-        (str(results.manifest_path(target)), results.is_manifest),
-    ):
-        if not is_ours(to_path(text)):
-            raise InvalidInput(
-                f"merge: {text} exists and no batch has written it; move it, or name another output"
-            )
+    place = _check_merged(manifests, output_path, to_path)
     errors_to = place if errors else None
+    whole = _summed(manifests, output_path, errors_to)
+
+    def write_manifest() -> None:
+        with results.replacing(whole["manifest_path"], to_path) as file:
+            file.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
+
     if errors_to:
         _join(errors, errors_to, to_path)
     else:
         results.remove_stale(place, to_path)
-    _join([str(output) for output in outputs], output_path, to_path)
-    whole = _summed(manifests, output_path, errors_to)
-    with results.replacing(whole["manifest_path"], to_path) as file:
-        file.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
+    _join([str(output) for output in outputs], output_path, to_path, write_manifest)
     return whole
 
 
-def _join(parts: list[str], target: str, to_path: ToPath) -> None:
+def _check_merged(manifests: Sequence[Mapping[str, Any]], output_path: str, to_path: ToPath) -> str:
+    """Where the error rows go. Raises InvalidInput where something would be lost."""
+    target = BatchSpec(prompts=["unused"], output_path=output_path)
+    errors, manifest = str(results.errors_path(target)), str(results.manifest_path(target))
+    names = ("output_path", "errors_path", "manifest_path")
+    shards = {real_path(to_path(m[name])) for m in manifests for name in names if m.get(name)}
+    for text in (output_path, errors, manifest):
+        if real_path(to_path(text)) in shards:
+            raise InvalidInput(
+                f"merge: {text} is a shard's own and would be overwritten; name another output"
+            )
+    for text, is_ours in ((errors, results.holds_error_rows), (manifest, results.is_manifest)):
+        if not is_ours(to_path(text)):
+            raise InvalidInput(
+                f"merge: {text} exists and no batch has written it; move it, or name another output"
+            )
+    found = manifest_beside(target, to_path).get("input")
+    inputs = [path for manifest in manifests for path in manifest["input"]]
+    if to_path(output_path).exists() and _origin(found) != _origin(inputs):
+        whose = (
+            f"belongs to another input ({', '.join(found)})" if found else "no batch has written it"
+        )
+        raise InvalidInput(
+            f"merge: {output_path} exists and {whose}; move it, or name another output"
+        )
+    return errors
+
+
+def _origin(inputs: Any) -> set[str]:
+    """What an output is of: the same for any number of shards in one folder."""
+    split_up = ((path, *path.rpartition("/")) for path in inputs or ())
+    return {folder if SHARD.fullmatch(name) else path for path, folder, _, name in split_up}
+
+
+def _join(
+    parts: list[str], target: str, to_path: ToPath, before: Callable[[], None] = lambda: None
+) -> None:
     suffixes = {suffix_of(part) for part in (*parts, target)}
     kinds = {suffix if suffix in (".csv", ".parquet") else ".jsonl" for suffix in suffixes}
     if len(kinds) > 1:
         raise InvalidInput(f"merge cannot turn one format into another: {', '.join(sorted(kinds))}")
-    with results.replacing(target, to_path) as file:
+    with results.replacing(target, to_path, before) as file:
         if kinds == {".parquet"}:
             _join_parquet(parts, file, to_path)
             return
         with results.compressed(file, results.is_gz(target)) as out:
-            sources = [Source(part, to_path(part), "text", results.is_gz(part)) for part in parts]
+            sources = [Source(part, to_path(part), "csv", results.is_gz(part)) for part in parts]
             if kinds == {".csv"}:
                 _join_csv(sources, out)
                 return
@@ -265,18 +212,18 @@ def _join(parts: list[str], target: str, to_path: ToPath) -> None:
 
 def _join_csv(sources: list[Source], out: Any) -> None:
     """Every column of any shard, in the order they are met; a shard's missing ones are empty."""
-    headers = [_csv_header(source) for source in sources]
+    headers = [column_names(source) for source in sources]
     names = list(dict.fromkeys(name for header in headers for name in header))
-    out.write(_csv_line(names))
+    out.write(csv_line(names))
     for source, header in zip(sources, headers, strict=True):
         places = [header.index(name) if name in header else None for name in names]
         for row in _csv_body(source):
-            out.write(_csv_line(["" if place is None else row[place] for place in places]))
+            out.write(csv_line(["" if place is None else row[place] for place in places]))
 
 
 def _join_parquet(parts: list[str], out: Any, to_path: ToPath) -> None:
     """Every column of any shard; one of several types becomes text."""
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     sources = tuple(Source(part, to_path(part), "parquet", False) for part in parts)

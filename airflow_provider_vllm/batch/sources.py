@@ -41,6 +41,7 @@ SUFFIXES = {
 }
 BLOCK = 1 << 20
 BOM = b"\xef\xbb\xbf"
+BLANK = b"\r\n \t"  # what a line without a row is made of
 GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 HEAD = 1 << 12
@@ -78,7 +79,7 @@ def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> t
     written = {_plain(to_path(text)) for text in own}
     for text in spec.paths:
         for path in _expand(text, to_path, written):
-            real = os.path.realpath(path) if is_local(path) else str(path)
+            real = real_path(path)
             if real in found:
                 again.append(str(path))
             else:
@@ -88,6 +89,11 @@ def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> t
         names = ", ".join(again[:SHOWN]) + more
         log.warning("input_path names files twice, which are read once: %s", names)
     return tuple(found.values())
+
+
+def real_path(path: Any) -> str:
+    """The same for every name of a file or folder, links included."""
+    return os.path.realpath(path) if is_local(path) else str(path).rstrip("/")
 
 
 def _plain(path: Any) -> str:
@@ -206,7 +212,7 @@ def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
                     text = f"the line has {(size + len(rest)) / 1e6:.1f} MB; {_most(limit)}"
                     item: bytes | RecordError = RecordError("row_too_long", text)
                 else:
-                    item = line.strip(b"\r\n \t")
+                    item = line.strip(BLANK)
                     if not item:
                         blanks += 1
                         continue

@@ -166,3 +166,102 @@ def test_parquet_files_with_other_columns_are_split(tmp_path: Path) -> None:
         {"prompt": "a", "n": 1, "more": None},
         {"prompt": "b", "n": None, "more": "x"},
     ]
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl"])
+def test_a_glob_that_takes_in_the_shards(tmp_path: Path, pattern: str) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        write_rows(tmp_path / name, [{"prompt": name}])
+    folder = tmp_path if pattern == "*.jsonl" else tmp_path / "work"
+    before = sorted(tmp_path.rglob("*.jsonl"))
+    for _ in range(2):
+        with pytest.raises(InvalidPrompts, match="a folder that input_path does not cover"):
+            split(str(tmp_path / pattern), str(folder), shards=2)
+        assert sorted(tmp_path.rglob("*.jsonl")) == before
+    apart = tmp_path.parent / f"{tmp_path.name}-apart"
+    for _ in range(2):
+        made = split(str(tmp_path / pattern), str(apart), shards=2)
+        assert [len(read_rows(Path(shard["input_path"]))) for shard in made] == [1, 1]
+
+
+def test_a_shard_never_takes_the_place_of_its_input(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "shard-0000.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(InvalidPrompts, match="it would be overwritten"):
+        split(str(source), str(tmp_path / "link"), shards=2)
+    assert len(read_rows(source)) == 2
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b" \n\t\r\n", b"\x0c\n\n", b"\xc2\xa0"])
+def test_a_blank_line_is_the_same_to_a_batch_and_to_its_shards(
+    link: ForeignLink, tmp_path: Path, end: bytes
+) -> None:
+    source = tmp_path / "in.txt"
+    source.write_bytes(b"one\n\x0c\n\x0b\ntwo\n \nthree\n" + end)
+    spec = BatchSpec(
+        input_path=str(source), output_path=str(tmp_path / "whole.jsonl"), max_error_rate=1
+    )
+    expected = run(spec, link, tmp_path / "whole").manifest
+    manifests = run_shards(link, tmp_path, source, 3, ".jsonl")
+    merged = merge(manifests, str(tmp_path / "merged.jsonl"))
+    assert merged["outcomes"] == expected.outcomes
+    assert (tmp_path / "merged.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 6])
+def test_a_quote_that_is_left_open_ends_with_its_file(
+    link: ForeignLink, tmp_path: Path, shards: int
+) -> None:
+    texts = {"a": 'n,prompt\n0,ok\n1,"abc\n', "b": 'n,prompt\n2,"\nrest"\n3,fine\n',
+             "c": "n,prompt\n4,x\n", "d": 'n,prompt\n5,"d'}  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    manifests = []
+    made = split(str(tmp_path / "?.csv"), str(tmp_path / "work"), shards=shards)
+    for index, part in enumerate(made):
+        spec = BatchSpec(**part, output_path=str(tmp_path / f"out-{index}.csv"), max_error_rate=1)
+        manifests.append(run(spec, link, tmp_path / str(index)).manifest.to_json())
+    assert len(made) <= shards
+    for _ in range(2):
+        merge(manifests, str(tmp_path / "merged.csv"))
+    with (tmp_path / "merged.csv").open(newline="") as file:
+        found = [(row["n"], bool(row["response"])) for row in csv.DictReader(file)]
+    assert found == [(str(n), n not in (1, 5)) for n in range(6)]
+    files = [part["input_path"] for part in made]
+    assert [len(names) if isinstance(names, list) else 1 for names in files] == {
+        1: [2], 2: [2, 1], 3: [1, 1, 1], 6: [1] * 6
+    }[shards]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "out-0.jsonl", "out-1.jsonl.errors.jsonl"])
+def test_what_is_merged_takes_nobodys_place(link: ForeignLink, tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "[[status 400]]"}]
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, ".jsonl")
+    (tmp_path / "mine.jsonl").write_text("precious\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / name)
+    for target in (name, "link.jsonl"):
+        with pytest.raises(InvalidInput, match=r"no batch has written it|a shard's own"):
+            merge(manifests, str(tmp_path / target))
+    (tmp_path / "link.jsonl").unlink()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_merging_again(link: ForeignLink, tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "[[status 400]]"}, {"prompt": "c"}]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    manifests = run_shards(link, tmp_path, source, 3, ".jsonl")
+    target = tmp_path / "merged.jsonl"
+    names = [target, Path(f"{target}.errors.jsonl"), Path(f"{target}.manifest.json")]
+    whole = merge(manifests, str(target))
+    first = [name.read_bytes() for name in names]
+    assert merge(manifests, str(target)) == whole
+    assert [name.read_bytes() for name in names] == first
+    target.unlink()  # as where a merge was killed before its last step
+    assert merge(manifests, str(target)) == whole
+    other = tmp_path / "other"
+    other.mkdir()
+    elsewhere = run_shards(link, other, write_rows(other / "in.jsonl", rows), 3, ".jsonl")
+    with pytest.raises(InvalidInput, match=r"belongs to another input \(.*shard-0000"):
+        merge(elsewhere, str(target))
+    assert merge(manifests[:2], str(target))["shards"] == 2  # split anew into fewer
