@@ -35,6 +35,12 @@ def free_share(match: re.Match[str], messages: Sequence[str]) -> dict[str, Any] 
     return {"gpu_memory_utilization": share} if 0.05 <= share < 1 else None
 
 
+def cpu_share(match: re.Match[str], messages: Sequence[str]) -> dict[str, Any] | None:
+    """What vLLM itself proposes (0.5), or what is free where that is less."""
+    free = free_share(match, messages)
+    return {"gpu_memory_utilization": min(0.5, *free.values())} if free else None
+
+
 def mamba_seqs(match: re.Match[str], _: Sequence[str]) -> dict[str, Any] | None:
     """The number of sequences for which there are Mamba blocks."""
     return {"max_num_seqs": int(match["blocks"])} if int(match["blocks"]) > 0 else None
@@ -49,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="no_available_kv_cache_memory",
         group="capacity",
-        pattern=r"No available memory for the cache blocks",
+        pattern=r"No available memory for the cache blocks|on kv cache allocation is less than requested memory for kv \((?:-[\d.]+|0(?:\.0+)?)/",
         explanation="After the weights and the profiling run no memory was left for a single KV cache block.",
         first_action="Raise gpu_memory_utilization by 0.05 (on a CPU: VLLM_CPU_KVCACHE_SPACE).",
         launch=False,
@@ -57,8 +63,10 @@ RULES: tuple[Rule, ...] = (
         examples=(
             "(EngineCore pid=7) ERROR 11-30 09:49:07 [core.py:1510] ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.",
             "ERROR 11-20 08:34:06 engine.py:366] No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.",
+            "(Worker pid=7) ERROR 11-30 09:49:07 [multiproc_executor.py:1063] ValueError: Available memory on node 0 (20.1/23.54 GiB) on kv cache allocation is less than requested memory for kv (-0.9/1.18 GiB). Reduce CPU memory used by other processes.",
         ),
         near_misses=(
+            "(Worker pid=7) ERROR 11-30 09:49:07 [multiproc_executor.py:1063] ValueError: Available memory on node 0 (4.0/23.54 GiB) on kv cache allocation is less than requested memory for kv (9.1/11.77 GiB). Reduce CPU memory used by other processes.",
             "(EngineCore pid=7) INFO 11-30 09:49:07 [gpu_worker.py:760] Available KV cache memory: 0.02 GiB",
         ),
     ),
@@ -83,12 +91,29 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        id="cpu_memory_below_requested",
+        group="capacity",
+        pattern=r"Available memory on node (?P<node>\d+) \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on (?:startup is less than desired CPU memory(?: utilization \((?P<share>[\d.]+), (?P<wanted>[\d.]+) GiB\))?|kv cache allocation is less than requested memory for kv \((?!0(?:\.0+)?/)[\d.]+/(?P<reserved>[\d.]+) GiB\))",
+        explanation="A CPU server reserves gpu_memory_utilization[ ({share})] of the {total} GiB of node {node}[, which is {wanted} GiB][, which is {reserved} GiB], and only {free} GiB were free.",
+        first_action="Lower gpu_memory_utilization below what is free ({free} of {total} GiB; vLLM proposes 0.5).",
+        launch=True,
+        request=None,
+        remedy=cpu_share,
+        examples=(
+            "(Worker pid=15465) ERROR 11-30 16:20:05 [multiproc_executor.py:1063] ValueError: Available memory on node 0 (20.68/23.54 GiB) on startup is less than desired CPU memory utilization (0.92, 21.66 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory reserved (despite its name).",
+            "(Worker pid=7) ERROR 11-30 09:49:07 [multiproc_executor.py:1063] ValueError: Available memory on node 0 (4.0/23.54 GiB) on kv cache allocation is less than requested memory for kv (9.1/11.77 GiB). Reduce CPU memory used by other processes.",
+        ),
+        near_misses=(
+            "(Worker pid=14515) ERROR 11-30 09:50:35 [multiproc_executor.py:1063] ValueError: Available memory on node 0 (8.8/12.21 GiB) on kv cache allocation is less than requested memory for kv (200.0 GiB).",
+        ),
+    ),
+    Rule(
         id="free_memory_below_requested",
         group="capacity",
-        pattern=r"Free memory on device.{0,40}\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than (?:desired GPU memory utilization \((?P<share>[\d.]+), (?P<wanted>[\d.]+) GiB\)|the engine's budget)"
-        r"|Available memory on node \d+ \([^)]*\) on startup is less than desired CPU memory"
+        pattern=r"Free memory on device.{0,40}\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than (?:desired GPU memory utilization|the engine's budget)[^(\n]{0,60}\((?P<share>[\d.]+), (?P<wanted>[\d.]+) GiB\)"
+        r"|Free memory on device.{0,80} on startup is less than (?:desired GPU|the engine's budget)"
         r"|Externally held weights on device",
-        explanation="Something else already holds memory of this GPU: {free} of {total} GiB are free, {wanted} GiB were asked for.",
+        explanation="Something else already holds memory of this GPU[: {free} of {total} GiB are free, {wanted} GiB were asked for].",
         first_action="End what holds the memory (nvidia-smi), or lower gpu_memory_utilization below the free share.",
         launch=True,
         request=None,
@@ -106,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         group="capacity",
         pattern=r"Available memory on node (?P<node>\d+) \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on kv cache allocation is less than requested memory for kv \((?P<wanted>[\d.]+) GiB\)"
         r"|Not enough (?:CPU )?memory for .{0,20}KV cache|invalid literal for int\(\) with base 10: '[\d.]+'(?=[\s\S]*kvcache)",
-        explanation="The CPU's KV cache was set to {wanted} GiB, but only {free} GiB of node {node} are free.",
+        explanation="The CPU's KV cache is larger than the free memory[: it was set to {wanted} GiB, and only {free} GiB of node {node} are free].",
         first_action="Lower VLLM_CPU_KVCACHE_SPACE (GiB) below the free memory of the node.",
         launch=False,
         request=None,
@@ -143,7 +168,7 @@ RULES: tuple[Rule, ...] = (
         id="cuda_oom_sampler_warmup",
         group="capacity",
         pattern=r"(?:CUDA )?out of memory occurred when warming up (?:sampler|pooler)(?: with (?P<dummies>\d+) dummy requests)?",
-        explanation="The GPU ran out of memory while the sampler was warmed up with {dummies} requests at once.",
+        explanation="The GPU ran out of memory while the sampler was warmed up[ with {dummies} requests at once].",
         first_action="Lower max_num_seqs.",
         launch=False,
         request=None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from airflow_provider_vllm.diagnosis import (
+    arguments,
     capacity,
     communication,
     dead_process,
@@ -26,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     *capacity.RULES,
     *communication.CLIENTS,
     *network_auth.RULES,
+    *arguments.RULES,
     *model_config.RULES,
     *environment.RULES,
     *kernel_hardware.RULES,

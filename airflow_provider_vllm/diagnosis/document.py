@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from airflow_provider_vllm.diagnosis.catalogue import RULES
 from airflow_provider_vllm.diagnosis.rule import GROUPS, Rule
+from airflow_provider_vllm.diagnosis.template import plain
 
 _TITLES = {
     "capacity": "Capacity: GPU, host or cache memory",
@@ -56,16 +57,12 @@ def _section(rule: Rule) -> str:
     request = {True: "yes", False: "no", None: "not a matter of the request"}[rule.request]
     example = rule.examples[0].split("\n")[-1].strip()
     return (
-        f"\n### {rule.id}\n\n{_plain(rule.explanation)}\n\n"
-        f"- First action: {_plain(rule.first_action)}\n"
+        f"\n### {rule.id}\n\n{plain(rule.explanation)}\n\n"
+        f"- First action: {plain(rule.first_action)}\n"
         f"- Retry: launch {'yes' if rule.launch else 'no'}, request {request}\n"
         + ("- Remedy: one engine argument is computed from the message\n" if rule.remedy else "")
         + f"\n```text\n{example}\n```\n"
     )
-
-
-def _plain(text: str) -> str:
-    return text.replace("{", "*").replace("}", "*")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rules: launch options and the checkpoint."""
+"""Rules: engine arguments that fit no model or each other, and the checkpoint."""
 
 # ruff: noqa: E501 (log lines stay whole)
 
@@ -31,27 +31,10 @@ def batched_tokens(match: re.Match[str], _: Sequence[str]) -> dict[str, Any] | N
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        id="invalid_cli_argument",
-        group="model_config",
-        pattern=r"^[\w./ -]{1,60}: error: (?P<what>(?:unrecognized arguments|argument |the following arguments|ambiguous option|invalid choice|expected|unexpected|too few)[^\n]*)|^(?:usage: )?vllm\S*: error: (?P<other>.+)",
-        explanation="vLLM does not know an argument of the launch, or its value.",
-        first_action="Correct or remove that engine argument; names differ between vLLM releases.",
-        launch=False,
-        request=None,
-        native=True,
-        examples=(
-            "api_server.py: error: unrecognized arguments: --no-such-arg",
-            "vllm serve: error: argument --dtype: invalid choice: 'fp4' (choose from auto, half, float16, bfloat16, float, float32)",
-        ),
-        near_misses=(
-            "(APIServer pid=7) INFO 11-30 10:00:00 [arg_utils.py:1] error: argument parser ready",
-        ),
-    ),
-    Rule(
         id="unknown_parser",
         group="model_config",
         pattern=r"invalid (?:tool call|reasoning) parser: (?P<parser>[^\s']+)|(?:Tool|Reasoning) parser '(?P<name>[^']+)' not found|requires --(?P<missing>(?:tool-call|reasoning)-parser)|reasoning_parser_name=\S* has not been registered",
-        explanation="The parser of tool calls or reasoning is missing or unknown to this vLLM release: {parser}{name}{missing}.",
+        explanation="The parser of tool calls or reasoning is missing or unknown to this vLLM release[: {parser}][: {name}][: {missing}].",
         first_action="Set tool_call_parser (reasoning_parser) to one that this release lists; newer models need a newer vLLM.",
         launch=False,
         request=None,
@@ -65,7 +48,7 @@ RULES: tuple[Rule, ...] = (
         id="max_model_len_above_model_limit",
         group="model_config",
         pattern=r"(?:Value error, )?User-specified max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \((?:\w+=(?P<derived>[\d.]+)|None)(?: or (?:model_max_length=)?(?:(?P<tokenizer>\d[\d.]*)|None))?",
-        explanation="max_model_len is {asked}, the model's own limit is {derived}.",
+        explanation="max_model_len is {asked}, more than the model's own limit[, {derived}].",
         first_action="Lower max_model_len to the model's limit.",
         launch=False,
         request=None,
@@ -146,7 +129,7 @@ RULES: tuple[Rule, ...] = (
         id="unsupported_architecture",
         group="model_config",
         pattern=r"(?:Value error, )?Model architectures (?P<architectures>\[[^\]]*\]) (?:are not supported for now|has no vLLM implementation)|has no vLLM implementation and the Transformers implementation is not compatible|No model architectures are specified|Cannot find model module|architecture \S+ (?:is )?not supported",
-        explanation="This vLLM release has no implementation of the model: {architectures}.",
+        explanation="This vLLM release has no implementation of the model[: {architectures}].",
         first_action="Upgrade vLLM, or take a model that it supports.",
         launch=False,
         request=None,
@@ -184,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         id="batched_tokens_below_model_len",
         group="model_config",
         pattern=r"(?:Value error, )?max_num_batched_tokens \((?P<tokens>\d+)\) is smaller than max_model_len \((?P<length>\d+)\)|max_num_batched_tokens \(\d+\) must be greater than or equal to max_num_seqs",
-        explanation="max_num_batched_tokens ({tokens}) is below max_model_len ({length}) and prefills are not chunked.",
+        explanation="max_num_batched_tokens[ ({tokens})] is too low[: max_model_len is {length}, and prefills are not chunked].",
         first_action="Raise max_num_batched_tokens, or enable chunked prefill.",
         launch=False,
         request=None,
@@ -210,7 +193,7 @@ RULES: tuple[Rule, ...] = (
         id="cpu_kvcache_not_an_integer",
         group="model_config",
         pattern=r"(?:Value error, )?invalid literal for int\(\) with base 10: '(?P<value>[^']*)'",
-        explanation="A setting that must be a whole number is {value}.",
+        explanation="A setting that must be a whole number is not one[: {value}].",
         first_action="Check the integer settings: of vLLM's variables, VLLM_CPU_KVCACHE_SPACE takes whole GiB only.",
         launch=False,
         request=None,
@@ -304,7 +287,7 @@ RULES: tuple[Rule, ...] = (
         id="json_broken",
         group="model_config",
         pattern=r"JSONDecodeError: (?P<what>[^\n]+)|(?:^|\n)(?P<file>[^\n]+is not a valid JSON file)",
-        explanation="A JSON file of the model (or a JSON argument) is broken: {what}{file}.",
+        explanation="A JSON file of the model (or a JSON argument) is broken[: {what}][: {file}].",
         first_action="Download the model's small files (config.json, tokenizer_config.json) again, or check JSON arguments.",
         launch=False,
         request=None,
@@ -382,7 +365,7 @@ RULES: tuple[Rule, ...] = (
         id="config_attribute_missing",
         group="model_config",
         pattern=r"AttributeError: '(?P<config>\w*Config\w*)' object has no attribute '(?P<name>\w+)'|KeyError: '(?:rope_type|factor|type|rope_theta|model_type|architectures|quant_method|original_max_position_embeddings|default|mrope)'|`?rope_scaling`? (?:must|should|has|is)",
-        explanation="The model's config lacks something that this vLLM or transformers release reads ({config}.{name}).",
+        explanation="The model's config lacks something that this vLLM or transformers release reads[ ({config}.{name})].",
         first_action="Use the vLLM and transformers versions that the model's card names.",
         launch=False,
         request=None,

@@ -28,18 +28,21 @@ GROUPS = (
 
 Remedy = Callable[[re.Match[str], Sequence[str]], dict[str, Any] | None]
 """(match, messages of all failures in the log) -> one engine argument with its value, or None."""
+Details = Callable[[re.Match[str], Sequence[str], Sequence[str]], dict[str, str]]
+"""(match, lines before it, lines after it) -> more values for the sentences, by name."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """One cause.
 
-    `pattern` is searched in a failure's whole message; its named groups fill `explanation` and
-    `first_action`. `frames` is searched in the traceback's "path:function" lines. A `native` rule
-    is also looked for in lines that no logger wrote; where it has `needs`, such a line counts only if
-    another failure's message holds that, or if nothing else failed. A `victim` shows that another process failed
-    first, so anything else is to blame before it. `launch` and `request` say whether starting the
-    server again, or sending the request again, can help; None: it does not concern requests.
+    `pattern` is searched in a failure's whole message; its named groups, and what `details` finds
+    around it, fill `explanation` and `first_action` (see template.py). `frames` is searched in the
+    traceback's "path:function" lines. A `native` rule is also looked for in lines that no logger
+    wrote; where it has `needs`, such a line counts only if another failure's message holds that, or
+    if nothing else failed. A `victim` shows that another process failed first, so anything else is
+    to blame before it. `launch` and `request` say whether starting the server again, or sending the
+    request again, can help; None: it does not concern requests.
     """
 
     id: str
@@ -57,6 +60,7 @@ class Rule:
     victim: bool = False
     interrupts: bool = False
     remedy: Remedy | None = None
+    details: Details | None = None
     confidence: float = 0.95
     compiled: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
