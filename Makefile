@@ -22,8 +22,12 @@ format: setup-airflow  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What starts no real vLLM and no whole Airflow waits more than it works: several at once.
 test: setup  ## all tests but the long matrices
-	$(BIN)/python -m pytest
+	@code=0; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not vllm and not stack and not full and not chaos" || code=1; \
+	$(BIN)/python -m pytest -m "(vllm or stack) and not full and not chaos" || code=1; \
+	exit $$code
 
 test-full: setup  ## all tests, the long matrices too
 	$(BIN)/python -m pytest -m "not chaos"
