@@ -97,11 +97,15 @@ def check(arguments: Mapping[str, Any], literals: Literals, *, complete: bool) -
     shown |= _judged({name: shown.get(name) for name in ROWS}, literals)
     if not complete:
         _complete(shown)
-    _check_early(build(shown), arguments.get("batch"), literals)
+    spec = build(shown)
+    _check_early(spec)
+    batch = arguments.get("batch")
+    if complete and (batch is None or isinstance(batch, Mapping)):
+        _check_suffixes(spec, batch or {}, literals)
 
 
-def _check_early(spec: BatchSpec, batch: Any, literals: Literals) -> None:
-    """What the worker would refuse for its form alone, before it looks at any file; `batch` as it was given."""
+def _check_early(spec: BatchSpec) -> None:
+    """What the worker would refuse for its form alone, before it looks at any file."""
     if spec.prompt_template is not None:
         from airflow_provider_vllm.batch.template import Template
 
@@ -110,8 +114,11 @@ def _check_early(spec: BatchSpec, batch: Any, literals: Literals) -> None:
         from airflow_provider_vllm.batch.schema import checker
 
         checker(spec.output_schema)
-    given = batch if isinstance(batch, Mapping) else {"input_format": batch}
-    if spec.paths and given.get("input_format") is None:
+
+
+def _check_suffixes(spec: BatchSpec, batch: Mapping[str, Any], literals: Literals) -> None:
+    """Files of a format that nobody reads; `batch` as it was given, since its `input_format` may be rendered."""
+    if spec.paths and batch.get("input_format") is None:
         from airflow_provider_vllm.batch.sources import GLOB, kind_of
 
         for path in spec.paths:

@@ -288,6 +288,7 @@ def test_progress_is_reported_and_renews_the_lease(
     assert link.renewed >= 2
     assert seen[-1]["total"] == 12
     assert seen[-1]["running"] is not None
+    assert any(row["server_tokens_per_second"] for row in seen)
     assert [row["done"] for row in seen] == sorted(row["done"] for row in seen)  # type: ignore[type-var]
 
 

@@ -256,6 +256,16 @@ def test_default_args_count_as_given() -> None:
             VllmBatchOperator(task_id="two", spec=SPEC, prompts=["x"])
 
 
+def test_the_format_of_an_input_may_be_expanded() -> None:
+    with DAG("d", schedule=None):
+        logs = VllmBatchOperator.partial(
+            task_id="logs", spec=SPEC, input_path="a.log", output_path=LATER
+        )
+        logs.expand(batch=[{"input_format": "text"}])
+        with pytest.raises(InvalidPrompts, match=r"a\.log: its suffix says no format"):
+            VllmBatchOperator(task_id="ask", spec=SPEC, input_path="a.log", output_path=LATER)
+
+
 def test_template_marks_of_the_dags_own() -> None:
     marks = {"variable_start_string": "[[", "variable_end_string": "]]"}
     with DAG("d", schedule=None, jinja_environment_kwargs=marks):
