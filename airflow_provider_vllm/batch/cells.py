@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from airflow_provider_vllm.batch.exact import loads
 from airflow_provider_vllm.batch.template import RowError
 
 # Parameters whose value is text, whatever it looks like.
@@ -33,8 +34,8 @@ def parameter(name: str, cell: Any) -> Any:
             return cell if listed is None else listed
         cell = _read(text)
     if isinstance(cell, Decimal):
-        number = float(cell)
-        cell = int(number) if number.is_integer() else number
+        whole = cell.is_finite() and cell == cell.to_integral_value()
+        cell = int(cell) if whole else float(cell)
     if isinstance(cell, float) and not math.isfinite(cell):
         if math.isnan(cell):
             return None
@@ -60,7 +61,7 @@ def json_of(cell: Any, starts: str) -> Any:
     if not isinstance(cell, str) or cell.lstrip()[:1] not in tuple(starts):
         return None
     try:
-        return orjson.loads(cell)
+        return loads(cell.encode())
     except (orjson.JSONDecodeError, UnicodeEncodeError):
         return None
 

@@ -20,6 +20,7 @@ import orjson
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.csv_rows import CsvWriter
+from airflow_provider_vllm.batch.exact import loads
 from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.parquet_rows import BATCH, ROWS
@@ -75,7 +76,7 @@ def _heads(
                 if not any(mark in value for mark in marks) and b"\\u" not in value:
                     continue
                 with contextlib.suppress(orjson.JSONDecodeError):
-                    value = orjson.loads(value)
+                    value = loads(value)
             if isinstance(value, dict):
                 yield source, line, value
                 if table:
@@ -87,7 +88,7 @@ def columns_of_records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator
     for _, _, value in records(spec, sources):
         if isinstance(value, bytes):
             try:
-                value = orjson.loads(value)
+                value = loads(value)
             except orjson.JSONDecodeError:
                 value = RecordError("invalid_json", "not JSON")
         if isinstance(value, RecordError):

@@ -29,6 +29,7 @@ from airflow_provider_vllm.batch.api import (
     URLS,
 )
 from airflow_provider_vllm.batch.compact import IntSet
+from airflow_provider_vllm.batch.exact import loads
 from airflow_provider_vllm.batch.parameters import Spelling
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.source import RecordError
@@ -124,7 +125,7 @@ class RowMaker:
         record = value.columns if isinstance(value, RecordError) else value
         if isinstance(value, bytes):
             try:
-                record = orjson.loads(value)
+                record = loads(value)
             except orjson.JSONDecodeError:
                 record = None
         own = _own_id(record) if isinstance(record, dict) else None
@@ -137,7 +138,7 @@ class RowMaker:
         table = self._from_file and not isinstance(value, bytes)
         if isinstance(value, bytes):
             try:
-                value = orjson.loads(value)
+                value = loads(value)
             except orjson.JSONDecodeError as error:
                 raise RowError("invalid_json", _not_json(value, error)) from None
         own = None
