@@ -21,7 +21,8 @@ from airflow_provider_vllm.diagnosis.guess import guess_group
 from airflow_provider_vllm.diagnosis.later_start import later_start
 from airflow_provider_vllm.diagnosis.logs import Record, parsed, whole_lines
 from airflow_provider_vllm.diagnosis.reader import Life, Readable, Transcript, read
-from airflow_provider_vllm.diagnosis.rule import Diagnosis
+from airflow_provider_vllm.diagnosis.rule import Diagnosis, Rule
+from airflow_provider_vllm.diagnosis.template import filled
 
 CONTEXT_LINES = 3
 WRAPPER_LINES = 8
@@ -168,15 +169,15 @@ def _named(case: _Case, suspect: Suspect) -> Diagnosis:
     rule, match, event = suspect.rule, suspect.match, suspect.event
     if rule is None:
         return _at(case, _unrecognised(case, suspect), event)
-    values = {} if match is None else {k: v for k, v in match.groupdict().items() if v is not None}
+    values = {} if match is None else _values(case, rule, match, event.number)
     remedy = rule.remedy(match, case.blame.messages) if rule.remedy and match else None
     confidence = rule.confidence if suspect.strength == STRONG else min(rule.confidence, 0.7)
     diagnosis = Diagnosis(
         verdict="failed",
         group=rule.group,
         cause=rule.id,
-        explanation=_filled(rule.explanation, values),
-        first_action=_filled(rule.first_action, values),
+        explanation=filled(rule.explanation, values),
+        first_action=filled(rule.first_action, values),
         retry_launch=rule.launch,
         retry_request=rule.request,
         remedy=remedy,
@@ -204,13 +205,14 @@ def _unrecognised(case: _Case, suspect: Suspect) -> Diagnosis:
     )
 
 
-class _Blank(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return "?"
-
-
-def _filled(template: str, values: Mapping[str, str]) -> str:
-    return template.format_map(_Blank(values)) if "{" in template else template
+def _values(case: _Case, rule: Rule, match: re.Match[str], number: int) -> dict[str, str]:
+    """What the sentences of `rule` are filled with; `number` is the line of its match."""
+    values = {name: text for name, text in match.groupdict().items() if text}
+    if rule.details is None:
+        return values
+    before = [record.text for record in case.records if record.number < number]
+    after = [record.text for record in case.records if record.number > number]
+    return {**values, **rule.details(match, before, after)}
 
 
 def _at(case: _Case, diagnosis: Diagnosis, event: Event) -> Diagnosis:
