@@ -96,7 +96,14 @@ class StopFailed(ServerError):
 
 
 class PreflightFailed(ServerError):
-    """Something that would fail later was found before the weights were loaded."""
+    """Something that would fail later was found before the weights were loaded; `diagnosis` as in
+    StartFailed. There is no `report`: the message says it all."""
+
+    report: str | None = None
+
+    def __init__(self, message: str, *, diagnosis: dict | None = None) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
 
 
 class NoFreeGpu(ServerError):
@@ -144,11 +151,13 @@ class TaskInterrupted(VllmError):
     """The task was killed while it worked; raised so that `execute()` unwinds and retries apply."""
 
 
-def server_failure(error: BaseException | None) -> StartFailed | ServerLost | None:
+def server_failure(
+    error: BaseException | None,
+) -> StartFailed | ServerLost | PreflightFailed | None:
     """The failure of a server that `error` is, or that caused it: a batch whose server did not come
     back is a BatchFailed, and the diagnosis is the server's."""
     while error is not None:
-        if isinstance(error, (StartFailed, ServerLost)):
+        if isinstance(error, (StartFailed, ServerLost, PreflightFailed)):
             return error
         error = error.__cause__
     return None

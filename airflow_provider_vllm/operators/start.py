@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import BaseOperator
 
 from airflow_provider_vllm import worker
-from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu, StartFailed
+from airflow_provider_vllm.exceptions import InvalidInput, NoFreeGpu, PreflightFailed, StartFailed
 from airflow_provider_vllm.names import refuse_misplaced
 from airflow_provider_vllm.operators.gpu_wait import reschedule
 from airflow_provider_vllm.operators.interrupt import Interruptible
@@ -72,7 +72,7 @@ class StartVllmServerOperator(TakesSpec, Interruptible, BaseOperator):
             return self._start(spec, context).to_json()
         except NoFreeGpu as exc:
             reschedule(exc, spec.gpu_wait_timeout, context, self.log)
-        except StartFailed as exc:
+        except (PreflightFailed, StartFailed) as exc:
             publish(exc, context, self.log)
             raise
 

@@ -6,6 +6,7 @@ policy shortens or lengthens the delay; it never retries beyond the task's `retr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 MAX_REASON = 500
+
+log = logging.getLogger(__name__)
 
 
 class VllmRetryPolicy(RetryPolicy):
@@ -37,6 +40,11 @@ class VllmRetryPolicy(RetryPolicy):
         max_tries: int,
         context: Context | None = None,
     ) -> RetryDecision:
+        decision = self._decide(exception, try_number)
+        log.info("VllmRetryPolicy: %s (%s)", decision.action.value, decision.reason or "no reason")
+        return decision
+
+    def _decide(self, exception: BaseException, try_number: int) -> RetryDecision:
         failure = server_failure(exception)
         if failure is None or not failure.diagnosis:
             return self._without_diagnosis(exception)
@@ -89,6 +97,7 @@ def delay_for(diagnosis: Mapping[str, Any], try_number: int) -> timedelta | None
 _DELAYS = {
     "port_in_use": timedelta(seconds=5),
     "profiling_disturbed": timedelta(seconds=30),
+    "cpu_memory_below_requested": timedelta(minutes=2),
     "free_memory_below_requested": timedelta(minutes=2),
     "cuda_oom": timedelta(minutes=2),
     "cuda_oom_kv_cache": timedelta(minutes=2),

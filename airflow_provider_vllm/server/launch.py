@@ -18,7 +18,7 @@ from pathlib import Path
 
 import airflow_provider_vllm
 from airflow_provider_vllm.environment import allowed
-from airflow_provider_vllm.exceptions import InvalidSpec, ServerError
+from airflow_provider_vllm.exceptions import PreflightFailed, ServerError
 from airflow_provider_vllm.server import gpus as gpu_list
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.order import Order, check_key, new_key, port_is_taken
@@ -71,10 +71,7 @@ def launch(
         for earlier in root.generations(server_id):
             stop_generation(earlier, "superseded by a newer start")
         if spec.port and port_is_taken(spec.host, spec.port):
-            raise InvalidSpec(
-                f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. "
-                f"`ss -ltnp 'sport = :{spec.port}'` names it. End it, or use port=0 for a free port."
-            )
+            raise _port_taken(spec)
         key = check_key(options.key) if options.key else new_key()
         # After the earlier starts are gone: what they held must not count as missing.
         python = check(spec, root, options)
@@ -117,9 +114,20 @@ def check(spec: ServerSpec, root: StateRoot, options: LaunchOptions) -> str:
             python=python,
         )
         for finding in found:
-            log.warning("preflight %s: %s", finding.level, finding)
+            level = logging.ERROR if finding.level == "error" else logging.WARNING
+            log.log(level, "preflight: %s", finding)
         preflight.enforce(found, spec.preflight)
     return python
+
+
+def _port_taken(spec: ServerSpec) -> PreflightFailed:
+    from airflow_provider_vllm.server.preflight import Finding, diagnosis_of
+
+    what = f"ServerSpec.port {spec.port} on {spec.host} is taken by another process. "
+    what += f"`ss -ltnp 'sport = :{spec.port}'` names it."
+    fix = "End it, or use port=0 for a free port."
+    found = Finding("port", "error", what, fix, passes=True)
+    return PreflightFailed(f"{what} {fix}", diagnosis=diagnosis_of([found]).to_json())
 
 
 def handle_of(current: ServerState, spec: ServerSpec) -> ServerHandle:

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from airflow_provider_vllm.diagnosis.rule import Diagnosis
 from airflow_provider_vllm.environment import allowed
 from airflow_provider_vllm.exceptions import InsecurePath, PreflightFailed
 from airflow_provider_vllm.server import gpu_locks, host_memory
-from airflow_provider_vllm.server.checks import host, interpreter, lora, memory, model
+from airflow_provider_vllm.server.checks import context, host, interpreter, lora, memory, model
 from airflow_provider_vllm.server.checks.finding import Finding, error, warning
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.gpus import Gpu, Shortage, choose, driver_status
@@ -34,6 +35,16 @@ __all__ = ["Finding", "check", "enforce"]
 
 # Beyond the budget: a check that keeps to it needs a moment to say so.
 GRACE_S = 0.3
+
+# The diagnosis' group of a check; a worker's own matters are "environment".
+_GROUPS = {
+    **dict.fromkeys(("memory", "gpu-weights", "context-length", "shm"), "capacity"),
+    **dict.fromkeys(
+        ("model-path", "model-config", "weights", "max-model-len", "gpu-count"), "model_config"
+    ),
+    "model-cache": "network_auth",
+    "lora": "request",
+}
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +114,26 @@ def enforce(findings: Sequence[Finding], mode: str) -> None:
     if errors and mode == "fail":
         what = "\n".join(f"  {finding}" for finding in errors)
         raise PreflightFailed(
-            f"vLLM was not started: {len(errors)} thing(s) would make it fail.\n{what}\n"
-            "Change what is named above; preflight='warn' starts it all the same."
+            f"vLLM was not started, because it would fail:\n{what}\n"
+            "Change what is named above; preflight='warn' starts it all the same.",
+            diagnosis=diagnosis_of(errors).to_json(),
         )
+
+
+def diagnosis_of(errors: Sequence[Finding]) -> Diagnosis:
+    """Findings that keep a server from starting as a Diagnosis: of the first one that will be there at
+    the next try too, else of the first one."""
+    lasting = [finding for finding in errors if not finding.passes]
+    first = (lasting or errors)[0]
+    return Diagnosis(
+        verdict="failed",
+        group=_GROUPS.get(first.check, "environment"),
+        cause=f"preflight_{first.check.replace('-', '_')}",
+        explanation=first.message,
+        first_action=first.fix,
+        retry_launch=not lasting,
+        confidence=0.95,
+    )
 
 
 def _gpu_findings(
@@ -183,10 +211,12 @@ def _model_findings(
 def _memory_findings(
     found: model.Model | None, options: Options, gpus: Sequence[Gpu], child: Mapping[str, str]
 ) -> Iterator[Finding]:
+    if found:
+        yield from context.findings(found, options, child)
     available, total = host_memory.available_and_total()
     if gpus:
         yield from memory.gpu_findings(found, options, gpus)
-        yield from memory.offload_findings(options, available)
+        yield from memory.offload_findings(options, available, total)
     else:
         yield from memory.cpu_findings(found, options, child, available, total)
 

@@ -18,6 +18,7 @@ from airflow_provider_vllm import (
     VllmBatchOperator,
     VllmServerReadySensor,
 )
+from airflow_provider_vllm.diagnosis.rule import Diagnosis
 from airflow_provider_vllm.exceptions import (
     InvalidHandle,
     InvalidInput,
@@ -109,6 +110,18 @@ def test_a_model_path_that_does_not_exist(vllm_python: Path) -> None:
         start(spec)
     with pytest.raises(PreflightFailed, match="/no/such/model"):
         batch(spec=spec, prompts=["x"])
+    for task in (
+        StartVllmServerOperator(task_id="start", spec=spec),
+        VllmBatchOperator(task_id="ask", spec=spec, prompts=["x"]),
+    ):
+        context = context_of()
+        with pytest.raises(PreflightFailed):
+            task.execute(context)
+        found = Diagnosis.from_json(context["ti"].xcoms["diagnosis"])
+        assert (found.verdict, found.group) == ("failed", "model_config")
+        assert found.cause == "preflight_model_path"
+        assert "/no/such/model" in found.explanation
+        assert found.retry_launch is False
 
 
 @pytest.mark.parametrize("where", ["the task", "the configuration", "the pod"])

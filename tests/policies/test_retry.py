@@ -18,10 +18,12 @@ from airflow_provider_vllm.exceptions import (
     InvalidPrompts,
     InvalidSpec,
     NoFreeGpu,
+    PreflightFailed,
     ServerLost,
     StartFailed,
 )
 from airflow_provider_vllm.policies.retry import _DELAYS, MAX_REASON, delay_for
+from airflow_provider_vllm.server.preflight import Finding, enforce
 
 
 def diagnosis(cause: str = "some_cause", group: str = "capacity", *, launch: bool = True) -> dict:
@@ -120,3 +122,22 @@ def test_each_delay_is_for_a_cause_of_the_catalogue() -> None:
 def test_it_survives_airflows_serialization() -> None:
     policy = VllmRetryPolicy(fail_fast=True)
     assert VllmRetryPolicy.deserialize(policy.serialize()).fail_fast is True
+
+
+@pytest.mark.parametrize(("passes", "action"), [(False, "fail"), (True, "retry")])
+def test_what_a_check_before_the_start_found(
+    passes: bool, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    findings = [
+        Finding("port", "error", "It is taken.", "Take another.", passes=True),
+        Finding("memory", "error", "None is left.", "Give some.", passes=passes),
+    ]
+    with pytest.raises(PreflightFailed) as caught:
+        enforce(findings, "fail")
+    with caplog.at_level("INFO"):
+        decision = decide(caught.value, fail_fast=True)
+    assert decision.action.value == action
+    assert f"VllmRetryPolicy: {action} (" in caplog.text
+    assert decide(caught.value).action == RetryAction.RETRY
+    if not passes:
+        assert decision.reason == "preflight_memory: None is left. Next step: Give some."

@@ -45,7 +45,7 @@ def shm_room(workers: int, size: int, free: int) -> Iterator[Finding]:
         f"{workers} worker processes share /dev/shm; {gib(free)} of {gib(size)} are free there"
     )
     if free < _LEAST_SHM:
-        yield error("shm", f"{message}.", _MORE_SHM)
+        yield error("shm", f"{message}.", _MORE_SHM, passes=size >= _LEAST_SHM)
     elif size <= _CONTAINER_DEFAULT_SHM:
         yield warning("shm", f"{message}, a container's default.", _MORE_SHM)
 
@@ -113,8 +113,9 @@ def port_findings(host: str, port: int) -> Iterator[Finding]:
             message = f"{host} is not an address of this worker."
             yield error("host", message, "Set `host` to one of its own, or to 127.0.0.1.")
         else:
-            reason = "is taken" if exc.errno == errno.EADDRINUSE else os.strerror(exc.errno or 0)
-            yield error("port", f"Port {port} on {host}: {reason}.", fix)
+            taken = exc.errno == errno.EADDRINUSE
+            reason = "is taken" if taken else os.strerror(exc.errno or 0)
+            yield error("port", f"Port {port} on {host}: {reason}.", fix, passes=taken)
 
 
 def limit_findings(workers: int) -> Iterator[Finding]:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from airflow_provider_vllm.server.checks import context
 from airflow_provider_vllm.server.checks.finding import Finding, error, warning
-from airflow_provider_vllm.server.checks.model import Model
+from airflow_provider_vllm.server.checks.model import PLAIN_DECODERS, Model
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.gpus import Gpu, describe_process
 from airflow_provider_vllm.server.sizes import GIB, gib
@@ -23,8 +24,6 @@ _WIDE = ("float32", "float")
 _ONLINE = {"fp8": 1.0, "experts_int8": 1.0, "bitsandbytes": 0.5}
 # Options that change which weights are loaded, or their shape: no bound then.
 _UNBOUNDED = ("hf_overrides", "language_model_only", "mm_encoder_only", "cpu_offload_params")
-# Decoders whose every layer keeps keys and values of every token, and nothing else.
-_PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "granite")
 _SPLIT_CONTEXT = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 
@@ -71,7 +70,7 @@ def kv_bytes_per_token(model: Model, options: Options) -> int | None:
     config = model.text_config
     sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
     mixed = set(config.get("layer_types") or ()) - {"full_attention"}
-    if config.get("model_type") not in _PLAIN_DECODERS or sliding or mixed:
+    if config.get("model_type") not in PLAIN_DECODERS or sliding or mixed:
         return None
     if options.get("hf_overrides") or any(options.number(n, 1) > 1 for n in _SPLIT_CONTEXT):
         return None
@@ -186,10 +185,13 @@ def _weights_too_big(weights: int, mine: int, budget: int, gpu: Gpu, options: Op
 def _context_findings(model: Model, options: Options, room: int, beside: str) -> Iterator[Finding]:
     """One request of full length against the room for the KV cache of each worker."""
     per_token, length = kv_bytes_per_token(model, options), max_model_len(model, options)
+    limit = context.own_limit(model, options)
+    if length and limit:
+        length = min(length, limit)
     if not per_token or not length or per_token * length <= room:
         return
     message = (
-        f"One request of max_model_len {length} needs {gib(per_token * length)} of KV cache on each "
+        f"One request of {length} tokens needs {gib(per_token * length)} of KV cache on each "
         f"worker, and at most {gib(room)} are there for it{beside}."
     )
     # The cache is handed out in blocks, of up to 128 tokens: a round number below is safe.
@@ -226,7 +228,8 @@ def cpu_findings(
         )
         message = f"A CPU server needs at least {parts}; {gib(available)} of memory are available."
         fix = "Set `env={'VLLM_CPU_KVCACHE_SPACE': ...}` lower, take a smaller or quantized model, "
-        yield error("memory", message, fix + "or a worker with more memory.")
+        fix += "or a worker with more memory."
+        yield error("memory", message, fix, passes=needed <= total)
     elif kv is None and options.gpu_memory_utilization * total > available:
         share = options.gpu_memory_utilization
         message = (
@@ -242,7 +245,7 @@ def _cpu_kv_bytes(options: Options, environ: Mapping[str, str]) -> int | None:
     return int(space) * GIB if space.isdigit() else options.size("kv_cache_memory_bytes")
 
 
-def offload_findings(options: Options, available: int) -> Iterator[Finding]:
+def offload_findings(options: Options, available: int, total: int) -> Iterator[Finding]:
     """What a GPU server is told to keep in the worker's own memory, against that memory."""
     per_worker = options.number("cpu_offload_gb", 0) * options.workers
     needed = (per_worker + options.number("kv_offloading_size", 0)) * GIB
@@ -252,6 +255,7 @@ def offload_findings(options: Options, available: int) -> Iterator[Finding]:
             f"cpu_offload_gb and kv_offloading_size ask for {gib(needed)} of this worker's memory; "
             f"{gib(available)} are available.",
             "Set them lower, or take a worker with more memory.",
+            passes=needed <= total,
         )
 
 

@@ -23,6 +23,8 @@ from airflow_provider_vllm.server.checks.safetensors import Tensor
 
 # The values of --load-format that read the files checked here.
 READ_HERE = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
+# Decoders whose every layer keeps keys and values of every token, and nothing else.
+PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "granite")
 TRUE = ("1", "ON", "YES", "TRUE")
 # Far above what models have: the largest config.json is some 100 KB, an index some MB.
 _MAX_CONFIG, _MAX_INDEX = 4_000_000, 32_000_000

@@ -126,7 +126,7 @@ def test_a_context_that_cannot_fit_says_what_would() -> None:
     (finding,) = found(model(8), [gpu(24)])
     assert (finding.check, finding.level) == ("context-length", "error")
     room = int(24 * GIB * 0.92) - 16 * BILLION
-    assert "max_model_len 131072 needs 16.00 GiB" in finding.message
+    assert "131072 tokens needs 16.00 GiB" in finding.message
     assert "7.18 GiB are there for it beside 14.90 GiB of weights" in finding.message
     assert room // 131072 == 58809
     assert finding.fix.startswith("Set `max_model_len` to 58368 or less")
@@ -183,7 +183,7 @@ def test_a_context_that_does_not_fit_the_cache_of_a_cpu_server(instruct_model: P
     small, _ = look_up(str(instruct_model), Options.of({}), {})
     (finding,) = cpu(small, 30, kv_cache_memory_bytes=100_000_000)
     assert (finding.check, finding.level) == ("context-length", "error")
-    assert "max_model_len 8192 needs 0.18 GiB" in finding.message
+    assert "8192 tokens needs 0.18 GiB" in finding.message
     assert finding.fix.startswith("Set `max_model_len` to 4096 or less")
     assert cpu(small, 30, kv_cache_memory_bytes=200_000_000) == []
     assert cpu(small, 30, {"VLLM_CPU_KVCACHE_SPACE": "1"}) == []
@@ -198,7 +198,7 @@ def test_a_cpu_server_without_a_size_of_cache_reserves_a_share() -> None:
 
 def test_what_a_gpu_server_keeps_in_host_memory() -> None:
     def offload(**args: Any) -> list[Finding]:
-        return list(memory.offload_findings(Options.of(args), 32 * GIB))
+        return list(memory.offload_findings(Options.of(args), 32 * GIB, 64 * GIB))
 
     assert offload() == []
     assert offload(cpu_offload_gb=16) == []
