@@ -37,6 +37,7 @@ _WITHOUT_RULE = """
 | `orderly_shutdown` | somebody asked the server to stop (verdict `stopped`) |
 | `start_unfinished` | the log ends during the start without an error (verdict `stalled`) |
 | `worker_hang_shm_broadcast`, `no_progress` | requests run and no token moves (verdict `stalled`) |
+| `preflight_...` | a check before the start found what would make it fail; there is no log yet |
 | `unrecognised` | an exception that no rule knows; its line is still named |
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_provider_vllm.exceptions import InvalidSpec, StartFailed
+from airflow_provider_vllm.exceptions import PreflightFailed, StartFailed
 from airflow_provider_vllm.server import state
 from airflow_provider_vllm.server.processes import this_process
 from tests.server.conftest import Servers, fake_spec, wait_for
@@ -94,8 +94,10 @@ def test_an_explicit_port_that_is_taken_is_an_error(servers: Servers) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidSpec, match=f"port {port}"):
+        with pytest.raises(PreflightFailed, match=f"port {port}") as caught:
             servers.start(fake_spec(port=port))
+    assert caught.value.diagnosis is not None
+    assert caught.value.diagnosis["retry"]["launch"] is True, "its holder may end"
     assert servers.root.generations("s") == []
 
 
