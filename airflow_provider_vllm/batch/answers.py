@@ -81,12 +81,16 @@ def answer(
         raise NotAnAnswer(f"the answer is not JSON: {error}") from None
     except NOT_READABLE:
         raise NotAnAnswer(f"the answer is not one of {row.url}") from None
-    if b"\n" in raw:
-        raw = dumps(body)
+    try:
+        if b"\n" in raw:
+            raw = dumps(body)
+        name = dumps(body.get("id"))
+    except TypeError as error:  # it is read to a greater depth than it is written
+        raise NotAnAnswer(f"the answer cannot be written down: {error}") from None
     if check is not None and (wrong := check_output(body, check)) is not None:
         raise InvalidOutput(_cut_off(row, body) or wrong)
     key, said = row.key, dumps(row.custom_id)
-    head = HEAD % (key, row.number, prompt, completion, key, said, dumps(body.get("id")))
+    head = HEAD % (key, row.number, prompt, completion, key, said, name)
     return head, raw, prompt, completion
 
 
@@ -116,7 +120,8 @@ def check_output(body: dict[str, Any], check: Check) -> str | None:
 def _cut_off(row: Row, body: dict[str, Any]) -> str | None:
     """What ended an answer before it was whole; None where the model ended it."""
     ends = [item.get("finish_reason") for item in body.get("choices", ())]
-    ends.append((body.get("incomplete_details") or {}).get("reason"))
+    details = body.get("incomplete_details")
+    ends.append(details.get("reason") if isinstance(details, dict) else None)
     if not {"length", "max_output_tokens"}.intersection(ends):
         return None
     asked = loads(row.body)
@@ -150,7 +155,8 @@ def error_line(
         parsed: Any
         try:
             parsed = orjson.loads(body or b"null")
-        except orjson.JSONDecodeError:
+            dumps(parsed)
+        except (orjson.JSONDecodeError, TypeError):  # what is nested too deep is read, not written
             parsed = (body or b"").decode("utf-8", "replace")
         response = {"status_code": status, "request_id": None, "body": parsed}
     return dumps(

@@ -12,6 +12,7 @@ from airflow_provider_vllm.batch.answers import (
     NotAnAnswer,
     answer,
     check_output,
+    error_line,
 )
 from airflow_provider_vllm.batch.api import CHAT, RESPONSES, URLS, answer_of
 from airflow_provider_vllm.batch.packing import split
@@ -136,3 +137,22 @@ def test_a_pack_is_split_in_the_order_of_its_rows() -> None:
     assert [answer_of(json.loads(body)) for body in bodies] == ["answer 0", "answer 1", "answer 2"]
     assert [json.loads(body)["choices"][0]["index"] for body in bodies] == [0, 0, 0]
     assert (prompt, completion) == (9, 0)
+
+
+DEEP = b"[" * 300 + b"]" * 300
+SAID = b'{"choices":[{"message":{"content":"x"}}],'
+
+
+@pytest.mark.parametrize("rest", [b'"id":' + DEEP, b'\n"more":' + DEEP])
+def test_an_answer_that_is_nested_too_deep_is_none(rest: bytes) -> None:
+    row = Row(0, "a", "/v1/chat/completions", b"{}", b"0" * 16)
+    with pytest.raises(NotAnAnswer, match="cannot be written down"):
+        answer(row, SAID + rest + b"}")
+    line = json.loads(error_line(row, "x", "y", status=400, body=DEEP))
+    assert line["response"]["body"] == DEEP.decode()
+
+
+def test_details_of_any_kind_are_no_error() -> None:
+    row = Row(0, "a", "/v1/chat/completions", b"{}", b"0" * 16)
+    with pytest.raises(InvalidOutput, match="wrong"):
+        answer(row, SAID + b'"incomplete_details":"x"}', lambda text: "wrong")
