@@ -78,14 +78,6 @@ def _is_damage(error: Exception) -> bool:
     return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
 
 
-def parquet_batches(source: Source, rows: int = ROWS) -> Iterator[Any]:
-    """Record batches of up to so many rows. Raises Damaged, naming the file, for a damaged one."""
-    for part in parquet_parts(source, rows):
-        if isinstance(part, Damage):
-            raise Damaged(f"{source.name}: {part.text}")
-        yield part
-
-
 def parquet_rows(source: Source) -> Iterator[dict[str, Any] | RecordError]:
     """Every row as a dict of columns; an error for each that cannot be read."""
     for part in parquet_parts(source):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from tests.batch.helpers import ForeignLink, run
@@ -16,6 +17,15 @@ def server() -> Iterator[ThreadedEndpoint]:
     """A well-behaved endpoint in a thread; a test changes `server.behaviour`."""
     with ThreadedEndpoint(Behaviour()) as endpoint:
         yield endpoint
+
+
+@pytest.fixture
+def empty_bucket() -> Iterator[None]:
+    """Nothing in fsspec's memory file system, before and after."""
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    yield
+    store.clear()
 
 
 @pytest.fixture

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from upath import UPath
+
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import is_healthy
 from airflow_provider_vllm.batch.run import BatchResult, run_batch
+from airflow_provider_vllm.batch.sources import local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import ServerLost
 
@@ -21,6 +24,11 @@ FAKE = Path(__file__).parents[1] / "fakes" / "endpoint.py"
 CHILD = Path(__file__).with_name("child.py")
 LOG = logging.getLogger("batch-test")
 CHAT = "/v1/chat/completions"
+
+
+def to_path(text: str) -> Any:
+    """As the operators do: a URL on fsspec's memory file system, or a local path."""
+    return UPath(text) if "://" in text else local_path(text)
 
 
 class ForeignLink:

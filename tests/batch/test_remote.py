@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,14 @@ from upath import UPath
 from airflow_provider_vllm.batch import remote
 from airflow_provider_vllm.batch.remote import RemoteJournal, journal_at
 from airflow_provider_vllm.batch.run import check_inputs, run_batch
-from airflow_provider_vllm.batch.sources import local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.version import version_of
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
-from tests.batch.helpers import LOG, ForeignLink, until
+from tests.batch.helpers import LOG, ForeignLink, to_path, until
 from tests.fakes.endpoint import ThreadedEndpoint
 
 BUCKET = "memory://bucket"
-
-
-def to_path(text: str) -> Any:
-    return UPath(text) if "://" in text else local_path(text)
-
-
-@pytest.fixture(autouse=True)
-def empty_bucket() -> Iterator[None]:
-    store = fsspec.filesystem("memory").store
-    store.clear()
-    yield
-    store.clear()
+pytestmark = pytest.mark.usefixtures("empty_bucket")
 
 
 def put(name: str, rows: int = 40) -> str:

@@ -5,32 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
 import pytest
 from upath import UPath
 
 from airflow_provider_vllm.batch.run import BatchResult, check_inputs, run_batch
-from airflow_provider_vllm.batch.sources import local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
-from tests.batch.helpers import LOG, ForeignLink
+from tests.batch.helpers import LOG, ForeignLink, to_path
 
 BUCKET = "memory://inputs"
-
-
-def to_path(text: str) -> Any:
-    return UPath(text) if "://" in text else local_path(text)
-
-
-@pytest.fixture(autouse=True)
-def empty_bucket() -> Iterator[None]:
-    store = fsspec.filesystem("memory").store
-    store.clear()
-    yield
-    store.clear()
+pytestmark = pytest.mark.usefixtures("empty_bucket")
 
 
 def spec(name: str, data: bytes, **more: Any) -> BatchSpec:
