@@ -1,8 +1,8 @@
-"""An iterator in, the same items out, made ahead of their use in a thread of its own.
+"""An iterator in, its items out, as many as are asked for.
 
-Rows are read, parsed and serialised while the sender waits inside libcurl without the interpreter
-lock, and a slow disk or object store does not hold up the sending. Invariants: a bounded number of
-items is ahead; what the iterator raises is raised by `take`, after the items before it.
+`Ahead` reads in a thread of its own, so that a slow object store, or the decoding of a block of rows, does not hold up
+the sending. `Direct` reads where it is asked: of what comes fast, handing over costs more than reading. Invariants:
+what the iterator raises is raised by `take`, after the items before it; a bounded number of items is ahead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -18,35 +18,64 @@ CHUNK = 64
 DEPTH = 6
 
 
-class Ahead(Generic[Item]):
-    """`take(n)` gives up to `n` items that are ready, waiting for at least one; none at the end."""
+class Direct(Generic[Item]):
+    """`take(n)` gives up to `n` items; `ended` says that there are no more."""
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items = items
+        self._error: BaseException | None = None
+        self.ended = False
+
+    def take(self, most: int, *, wait: bool = True) -> list[Item]:
+        """Up to `most` items, in order; none at the end."""
+        taken: list[Item] = []
+        if self._error is None:
+            try:
+                taken.extend(islice(self._items, most))  # which keeps what came before an error
+            except BaseException as error:
+                self._error = error
+        if not taken:
+            self.ended = True
+            if self._error is not None:
+                raise self._error
+        return taken
+
+    def close(self) -> None:
+        """Nothing is ahead."""
+
+
+class Ahead(Generic[Item]):
+    """The same; without `wait`, `take(n)` may give none though more will come."""
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._direct = Direct(items)
         self._ready: SimpleQueue[Any] = SimpleQueue()
         self._room = threading.Semaphore(DEPTH)
         self._chunk: list[Item] = []
         self._stopped = False
-        self._ended = False
+        self.ended = False
         self._thread = threading.Thread(target=self._read, name="vllm-batch-reader", daemon=True)
         self._thread.start()
 
-    def take(self, most: int) -> list[Item]:
-        """Up to `most` items, in order; an empty list when there are no more."""
-        if not self._chunk and not self._refill():
+    def take(self, most: int, *, wait: bool = True) -> list[Item]:
+        """Up to `most` items, in order. With `wait` at least one, or the end."""
+        if not self._chunk and not self._refill(wait):
             return []
         taken, self._chunk = self._chunk[:most], self._chunk[most:]
         return taken
 
-    def _refill(self) -> bool:
-        if self._ended:
+    def _refill(self, wait: bool) -> bool:
+        if self.ended:
             return False
-        chunk = self._ready.get()
+        try:
+            chunk = self._ready.get(block=wait)
+        except Empty:
+            return False
         self._room.release()
         if isinstance(chunk, list):
             self._chunk = chunk
             return True
-        self._ended = True
+        self.ended = True
         if chunk is not None:
             raise chunk
         return False
@@ -54,7 +83,7 @@ class Ahead(Generic[Item]):
     def _read(self) -> None:
         error: BaseException | None = None
         try:
-            while not self._stopped and (chunk := list(islice(self._items, CHUNK))):
+            while not self._stopped and (chunk := self._direct.take(CHUNK)):
                 self._room.acquire()
                 self._ready.put(chunk)
         except BaseException as raised:

@@ -15,6 +15,7 @@ import orjson
 
 from airflow_provider_vllm.batch.api import ITEM_FIELDS, NOT_READABLE, answers_of
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
+from airflow_provider_vllm.batch.plain import plain_answer
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.exceptions import BatchFailed
 
@@ -70,6 +71,20 @@ def answer(
     The record is `head + body + TAIL`. `sums` replaces the body's own usage, for packs. Raises
     NotAnAnswer, InvalidOutput.
     """
+    usual = None if check is not None or sums is not None else plain_answer(row.url, raw)
+    if usual is not None:
+        answer_id, prompt, completion = usual
+    else:
+        raw, answer_id, prompt, completion = _any_answer(row, raw, check, sums)
+    key, name, said = row.key, dumps(answer_id), dumps(row.custom_id)
+    head = HEAD % (key, row.number, prompt, completion, key, said, name)
+    return head, raw, prompt, completion
+
+
+def _any_answer(
+    row: Row, raw: bytes, check: Check | None, sums: tuple[int, int] | None
+) -> tuple[bytes, Any, int, int]:
+    """The body on one line, its id and its tokens. Raises NotAnAnswer, InvalidOutput."""
     try:
         body = loads(raw)
         items = body[ITEM_FIELDS[row.url]]
@@ -82,16 +97,14 @@ def answer(
     except NOT_READABLE:
         raise NotAnAnswer(f"the answer is not one of {row.url}") from None
     try:
+        dumps(body.get("id"))
         if b"\n" in raw:
             raw = dumps(body)
-        name = dumps(body.get("id"))
     except TypeError as error:  # it is read to a greater depth than it is written
         raise NotAnAnswer(f"the answer cannot be written down: {error}") from None
     if check is not None and (wrong := check_output(body, check)) is not None:
         raise InvalidOutput(_cut_off(row, body) or wrong)
-    key, said = row.key, dumps(row.custom_id)
-    head = HEAD % (key, row.number, prompt, completion, key, said, name)
-    return head, raw, prompt, completion
+    return raw, body.get("id"), prompt, completion
 
 
 def tokens_of(body: dict[str, Any]) -> tuple[int, int]:

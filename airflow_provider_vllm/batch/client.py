@@ -59,6 +59,19 @@ class Reply(NamedTuple):
     retry_after: float
 
 
+class Transfer:
+    """One handle of libcurl and what belongs to it, which is slow to reach as an attribute of the handle."""
+
+    __slots__ = ("chunks", "curl", "tag", "url")
+
+    def __init__(self, curl: Any) -> None:
+        self.curl = curl
+        self.url = ""
+        self.chunks: list[bytes] = []
+        self.tag: Any = None
+        curl.setopt(pycurl.WRITEFUNCTION, self.chunks.append)
+
+
 class Client:
     """Sends to one endpoint. Not thread-safe."""
 
@@ -68,8 +81,8 @@ class Client:
         self._timeout_ms = max(1, int(timeout * 1000))
         self._connections, self._made = connections, 0
         self._multi = self._new_multi()
-        self._free: list[Any] = []
-        self._busy: dict[Any, Any] = {}
+        self._free: list[Transfer] = []
+        self._busy: dict[Any, Transfer] = {}  # by handle
         self._unsent: list[Reply] = []
 
     @property
@@ -79,13 +92,15 @@ class Client:
     def send(self, url: str, body: bytes, tag: Any) -> None:
         """Start a POST; `tag` comes back with its reply."""
         try:
-            curl = self._free.pop() if self._free else self._new()
-            if curl.url != url:
+            transfer = self._free.pop() if self._free else self._new()
+            curl = transfer.curl
+            if transfer.url != url:
                 curl.setopt(URL, (self._base + url).encode())
-                curl.url = url
+                transfer.url = url
             curl.setopt(POSTFIELDS, body)
             self._multi.add_handle(curl)
-            self._busy[curl] = tag
+            transfer.tag = tag
+            self._busy[curl] = transfer
         except FAULTS as error:
             self._unsent.append(_fault(tag, error))
 
@@ -114,33 +129,36 @@ class Client:
             multi.select(wait if len(self._busy) < SELECTABLE else min(wait, 0.005))
             multi.perform()
             _, ended, failed = multi.info_read(ALL)
-        remove, free, tag_of = multi.remove_handle, self._free.append, self._busy.pop
+        remove, free, end = multi.remove_handle, self._free.append, self._busy.pop
         for curl in ended:
             remove(curl)
-            chunks = curl.chunks
+            transfer = end(curl)
+            chunks = transfer.chunks
             body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
             chunks.clear()
             if (status := curl.getinfo(RESPONSE_CODE)) == 200:
-                good.append((tag_of(curl), body))
+                good.append((transfer.tag, body))
             else:
                 after = float(curl.getinfo(pycurl.RETRY_AFTER) or 0)
-                others.append(Reply(tag_of(curl), status, body, 0, "", after))
-            free(curl)
+                others.append(Reply(transfer.tag, status, body, 0, "", after))
+            free(transfer)
         for curl, number, message in failed:
             remove(curl)
-            curl.chunks.clear()
+            transfer = end(curl)
+            transfer.chunks.clear()
             # libcurl sends again by itself when a kept connection was dead: what it says of the last
             # attempt is not what the server has seen.
             if (number == TIMED_OUT) and not curl.getinfo(pycurl.REQUEST_SIZE):
                 number = pycurl.E_COULDNT_CONNECT
             elif number in REFUSED and curl.getinfo(pycurl.REQUEST_SIZE):
                 number = pycurl.E_GOT_NOTHING
-            others.append(Reply(tag_of(curl), 0, b"", number, message, 0.0))
-            free(curl)
+            others.append(Reply(transfer.tag, 0, b"", number, message, 0.0))
+            free(transfer)
 
     def abort(self) -> list[Any]:
         """Drop every request in flight with its connection; their tags."""
-        tags = [*self._busy.values(), *(reply.tag for reply in self._unsent)]
+        tags = [transfer.tag for transfer in self._busy.values()]
+        tags += [reply.tag for reply in self._unsent]
         for curl in self._busy:
             with contextlib.suppress(pycurl.error):
                 self._multi.remove_handle(curl)
@@ -151,8 +169,8 @@ class Client:
 
     def close(self) -> None:
         self.abort()
-        for curl in self._free:
-            curl.close()
+        for transfer in self._free:
+            transfer.curl.close()
         self._free.clear()
         self._multi.close()
 
@@ -174,16 +192,14 @@ class Client:
             ) from error
         return multi
 
-    def _new(self) -> Any:
+    def _new(self) -> Transfer:
         curl = new_handle(self._endpoint, self._timeout_ms)
         curl.setopt(pycurl.POST, 1)
-        curl.url, curl.chunks = "", []
-        curl.setopt(pycurl.WRITEFUNCTION, curl.chunks.append)
         self._made += 1
         if self._made > self._connections:
             self._connections *= 2
             self._multi.setopt(pycurl.M_MAXCONNECTS, self._connections + 8)
-        return curl
+        return Transfer(curl)
 
 
 def _fault(tag: Any, error: BaseException) -> Reply:

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from airflow_provider_vllm.batch import health, packing, results
+from airflow_provider_vllm.batch.ahead import Ahead, Direct
 from airflow_provider_vllm.batch.api import CHAT
 from airflow_provider_vllm.batch.check import Checked
 from airflow_provider_vllm.batch.columns import write_columns
@@ -26,7 +27,7 @@ from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.sender import Sender
-from airflow_provider_vllm.batch.sources import ToPath, records
+from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import reason_to_fail
 from airflow_provider_vllm.batch.watch import Watch
@@ -81,7 +82,10 @@ class Job:
         )
         sender = Sender(
             spec,
-            maker.rows(records(spec, self._checked.sources)),
+            (Direct if reads_fast(self._checked.sources) else Ahead)(
+                records(spec, self._checked.sources)
+            ),
+            maker,
             journal,
             self._resumed.earlier,
             self._endpoint,

@@ -5,11 +5,14 @@ Invariant: every row that was read ends here once, as `ok`, `reused`, or with th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from airflow_provider_vllm.batch.answers import (
     TAIL,
     Check,
+    InvalidOutput,
+    NotAnAnswer,
     answer,
     bad_row_line,
     still_keeps,
@@ -44,15 +47,37 @@ class Ledger:
         self.flush = journal.flush
         self.verdict: BatchFailed | None = None
 
-    def answered(self, row: Row, raw: bytes, sums: tuple[int, int] | None = None) -> None:
-        """A reply with status 200; `sums` are the tokens of a pack. Raises NotAnAnswer, InvalidOutput."""
-        start, body, prompt, completion = answer(row, raw, self._check, sums)
-        self._add(row.number, True, start, body, TAIL)
-        stats = self._stats
-        stats.done += 1
-        stats.ok += 1
-        stats.prompt_tokens += prompt
-        stats.completion_tokens += completion
+    @property
+    def unwritten(self) -> int:
+        """How many ends of rows are not in the journal yet."""
+        return self._journal.unwritten
+
+    def answered(
+        self, replies: Iterable[tuple[Row, bytes]], sums: tuple[int, int] | None = None
+    ) -> list[tuple[Row, bytes, NotAnAnswer | InvalidOutput]]:
+        """Replies with status 200; what is no good answer among them comes back with what is wrong.
+
+        `sums` are the tokens of all, where they came as one pack.
+        """
+        wrong: list[tuple[Row, bytes, NotAnAnswer | InvalidOutput]] = []
+        stats, check, add = self._stats, self._check, self._add
+        good = prompts = completions = 0
+        for row, raw in replies:
+            try:
+                start, body, prompt, completion = answer(row, raw, check, sums)
+            except (NotAnAnswer, InvalidOutput) as error:
+                wrong.append((row, raw, error))
+            else:
+                add(row.number, True, start, body, TAIL)
+                good += 1
+                prompts += prompt
+                completions += completion
+            sums = sums and (0, 0)
+        stats.done += good
+        stats.ok += good
+        stats.prompt_tokens += prompts
+        stats.completion_tokens += completions
+        return wrong
 
     def is_still_good(self, position: int) -> bool:
         """Whether an earlier try's answer keeps to the schema as it is checked now."""

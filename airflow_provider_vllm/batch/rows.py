@@ -8,7 +8,7 @@ its name, the request or the server that is asked changes.
 from __future__ import annotations
 
 from binascii import hexlify
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -63,6 +63,7 @@ class RowMaker:
         self._url = spec.endpoint
         self._template = Template(spec.prompt_template) if spec.prompt_template else None
         self._schema = schema_of(spec.output_schema)
+        self._next = 0
         self._seen = IntSet(expected)
         self._named = False  # whether a custom id was seen
         self._unnamed = 0  # rows before it that have default ids
@@ -76,16 +77,23 @@ class RowMaker:
         self._from_file = spec.prompts is None
         self._marks = {url: mark + server.encode() for url, mark in URL_MARKS.items()}
 
-    def rows(self, records: Iterator[Record]) -> Iterator[Row | BadRow]:
-        """One `Row` or `BadRow` a record, numbered from 0 in input order."""
-        make, wrong = self._make, self._bad
-        number = -1
+    def rows(self, records: Iterable[Record]) -> Iterator[Row | BadRow]:
+        """One `Row` or `BadRow` a record, as it is asked for, numbered from 0 in input order."""
+        for record in records:
+            yield from self.make((record,))
+
+    def make(self, records: Iterable[Record]) -> list[Row | BadRow]:
+        """The same all at once, numbered on from the records before."""
+        rows: list[Row | BadRow] = []
+        number, make, add = self._next, self._make, rows.append
         for source, line, value in records:
-            number += 1
             try:
-                yield make(number, value)
+                add(make(number, value))
             except (RowError, RecordError) as error:
-                yield wrong(number, source, line, value, error)
+                add(self._bad(number, source, line, value, error))
+            number += 1
+        self._next = number
+        return rows
 
     def default_id(self, number: int) -> str:
         return f"row-{number + self._offset + 1}"
@@ -106,20 +114,22 @@ class RowMaker:
             identity = b"=" + custom_id.encode()
         except UnicodeEncodeError:
             raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
-        if not self._is_new(custom_id):
+        self._named = True
+        if self._is_default(custom_id) or not self._seen.add(hash(custom_id)):
             raise RowError(
                 "duplicate_custom_id", f"custom_id {custom_id!r} is an earlier row's", "custom_id"
             )
         return identity
 
-    def _is_new(self, custom_id: str) -> bool:
-        self._named = True
-        tail = custom_id.removeprefix("row-")
-        if self._unnamed and tail != custom_id and tail.isdecimal() and len(tail) < 19:
-            number = int(tail) - self._offset - 1
-            if 0 <= number < self._unnamed and self.default_id(number) == custom_id:
-                return False
-        return self._seen.add(hash(custom_id))
+    def _is_default(self, custom_id: str) -> bool:
+        """Whether an earlier row without a name has it as its default id."""
+        if not self._unnamed or not custom_id.startswith("row-"):
+            return False
+        tail = custom_id[len("row-") :]
+        if not tail.isdecimal() or len(tail) > 18:
+            return False
+        number = int(tail) - self._offset - 1
+        return 0 <= number < self._unnamed and self.default_id(number) == custom_id
 
     def _bad(self, number: int, source: str, line: int, value: Any, error: Any) -> BadRow:
         record = value.columns if isinstance(value, RecordError) else value
@@ -135,12 +145,14 @@ class RowMaker:
         )
 
     def _make(self, number: int, value: Any) -> Row:
-        table = self._from_file and not isinstance(value, bytes)
+        table = False
         if isinstance(value, bytes):
             try:
                 value = loads(value)
             except orjson.JSONDecodeError as error:
                 raise RowError("invalid_json", _not_json(value, error)) from None
+        else:
+            table = self._from_file
         own = None
         if isinstance(value, dict):
             if not table and _is_batch_row(value):
@@ -193,7 +205,7 @@ class RowMaker:
         body = value["body"]
         if not isinstance(body, dict):
             raise RowError("invalid_body", f"body is {_kind(body)}, not an object", "body")
-        if not is_empty(body.get("stream")):
+        if "stream" in body and not is_empty(body["stream"]):
             raise RowError("stream", "stream is true; a batch does not stream", "body.stream")
         if self._changes or "model" not in body:
             body = {"model": self._model, **self._spec.params, **body}

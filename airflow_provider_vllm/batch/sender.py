@@ -13,11 +13,11 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
 from airflow_provider_vllm.batch import packing, tuning
+from airflow_provider_vllm.batch.ahead import Ahead, Direct
 from airflow_provider_vllm.batch.answers import (
     Check,
     InvalidOutput,
@@ -34,6 +34,7 @@ from airflow_provider_vllm.batch.health import Vitals
 from airflow_provider_vllm.batch.journal import PROVEN, Earlier, Journal
 from airflow_provider_vllm.batch.ledger import Ledger
 from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.signals import (
     Connect,
     Ended,
@@ -43,6 +44,7 @@ from airflow_provider_vllm.batch.signals import (
     Stats,
     Trouble,
 )
+from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import backoff
 from airflow_provider_vllm.batch.waiting import SUSPECT_DEATHS, Waiting
@@ -50,15 +52,18 @@ from airflow_provider_vllm.exceptions import BatchFailed
 
 POLL = 0.05
 TUNE_EVERY = 0.1
+WRITE_MOST = 32  # answers that a SIGKILL may cost
+WRITE_AFTER = 0.01
 
 
 class Sender(threading.Thread):
-    """Sends every row of `rows` that has no answer in `earlier`, and journals how each ended."""
+    """Sends every row of `records` that has no answer in `earlier`, and journals how each ended."""
 
     def __init__(
         self,
         spec: BatchSpec,
-        rows: Iterator[Row | BadRow],
+        records: Ahead[Record] | Direct[Record],
+        maker: RowMaker,
         journal: Journal,
         earlier: Earlier | None,
         endpoint: Endpoint,
@@ -76,6 +81,7 @@ class Sender(threading.Thread):
         limit = min(tuning.START if spec.concurrency == "auto" else spec.concurrency, most)
         pack = (tuning.PACK if short else 1) if spec.pack == "auto" else spec.pack
         self.stats = Stats(limit=limit, pack=pack if may_pack else 1)
+        self._may_pack = may_pack
         self._tuning = tuning.begin(
             tuning.Setting(limit, self.stats.pack),
             tuning.Sample(time.monotonic(), 0),
@@ -86,7 +92,7 @@ class Sender(threading.Thread):
         self._tune_at = 0.0
         self._spec, self._endpoint = spec, endpoint
         self._ledger = Ledger(spec, journal, self.stats, total, check)
-        self._waiting = Waiting(rows, self._ledger, self.stats, earlier)
+        self._waiting = Waiting(records, maker, self._ledger, self.stats, earlier)
         self._client: Client | None = None
         self._doubtful: list[tuple[Row, Reply]] = []
         self._asked = self._paused = self._stopped = False
@@ -118,8 +124,9 @@ class Sender(threading.Thread):
             self.events.put(Ended(self._failure or self._ledger.verdict))
 
     def _loop(self) -> None:
-        settle, flush = self._settle, self._ledger.flush
-        while not (self._stopped or self._failure or self._ledger.verdict):
+        settle, ledger = self._settle, self._ledger
+        written_at = time.monotonic()
+        while not (self._stopped or self._failure or ledger.verdict):
             if self.commands:
                 self._obey(self.commands.popleft())
                 continue
@@ -131,9 +138,13 @@ class Sender(threading.Thread):
                 self._tune(now)
             if not self._paused:
                 self._fill(self._client, now)
-            settle(*self._client.poll(POLL))
-            flush()
-            if not (self.stats.in_flight or self._doubtful or self._waiting):
+            good, others = self._client.poll(0.0 if ledger.unwritten else POLL)
+            settle(good, others)
+            # Some at a time where they come fast, and at once where nothing more has come yet.
+            if not good or ledger.unwritten >= WRITE_MOST or now - written_at > WRITE_AFTER:
+                ledger.flush()
+                written_at = now
+            if self._idle and not self._waiting:
                 return
 
     def _connect(self, endpoint: Endpoint) -> Client:
@@ -157,6 +168,11 @@ class Sender(threading.Thread):
 
     # Sending.
 
+    @property
+    def _idle(self) -> bool:
+        """Whether there is nothing to come back, and so nothing to miss by waiting for a row."""
+        return not (self.stats.in_flight or self._doubtful)
+
     def _fill(self, client: Client, now: float) -> None:
         stats, waiting = self.stats, self._waiting
         if stats.pack == 1 and waiting.only_new:
@@ -167,7 +183,7 @@ class Sender(threading.Thread):
                 continue
             if stats.pack > 1 and stats.in_flight and room < min(stats.pack, stats.limit):
                 return  # wait for room for a whole pack
-            row = waiting.take(now, idle=not (stats.in_flight or self._doubtful))
+            row = waiting.take(now, self._idle)
             if row is None:
                 return
             if stats.pack > 1 and row.params is not None:
@@ -179,12 +195,12 @@ class Sender(threading.Thread):
         """The usual case, without a call for each step."""
         send, stats = client.send, self.stats
         while (room := stats.limit - stats.in_flight) > 0:
-            if not (rows := self._waiting.take_new(room)):
+            if not (rows := self._waiting.take_new(room, self._idle)):
                 return
             for row in rows:
                 if type(row) is Row:
-                    send(row.url, row.body, row)
                     stats.in_flight += 1
+                    send(row.url, row.body, row)
                 elif isinstance(row, BadRow):
                     self._ledger.invalid(row)
             if self._ledger.verdict is not None:
@@ -194,7 +210,7 @@ class Sender(threading.Thread):
         """Up to `most` rows that fit into one request with the first."""
         rows = [first]
         while len(rows) < most:
-            row = self._waiting.take(now, idle=False)
+            row = self._waiting.take(now, False)
             if row is None:
                 break
             if row.params != first.params or row.url != first.url:
@@ -213,25 +229,24 @@ class Sender(threading.Thread):
     # What came back.
 
     def _settle(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
+        stats, alone = self.stats, good
         if good:
             self._failed_in_a_row = 0
-        answered = self._ledger.answered
-        for tag, body in good:
-            if type(tag) is list:
-                self.stats.in_flight -= len(tag)
-                self._settle_pack(tag, body)
-                continue
-            self.stats.in_flight -= 1
-            try:
-                answered(tag, body)
-            except (NotAnAnswer, InvalidOutput) as error:
-                self._settle_wrong(tag, body, error)
+            if self._may_pack:
+                alone = [(tag, body) for tag, body in good if type(tag) is Row]
+                for tag, body in good:
+                    if type(tag) is list:
+                        stats.in_flight -= len(tag)
+                        self._settle_pack(tag, body)
+            stats.in_flight -= len(alone)
+            for row, body, error in self._ledger.answered(alone):
+                self._settle_wrong(row, body, error)
         for reply in others:
             if type(reply.tag) is list:
-                self.stats.in_flight -= len(reply.tag)
+                stats.in_flight -= len(reply.tag)
                 self._settle_bad_pack(reply.tag, reply)
             else:
-                self.stats.in_flight -= 1
+                stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply)
 
     def _settle_wrong(self, row: Row, raw: bytes, error: NotAnAnswer | InvalidOutput) -> None:
@@ -249,12 +264,9 @@ class Sender(threading.Thread):
             self._halve(rows)
             return
         sums = (prompt_tokens, completion_tokens)
-        for row, body in zip(rows, bodies, strict=True):
-            try:
-                self._ledger.answered(row, body, sums)
-            except (NotAnAnswer, InvalidOutput) as error:
-                self._settle_wrong(row, body, error)
-            sums = (0, 0)
+        replies = zip(rows, bodies, strict=True)
+        for row, body, error in self._ledger.answered(replies, sums):
+            self._settle_wrong(row, body, error)
 
     def _settle_bad(self, row: Row, reply: Reply) -> None:
         kind, message = classify(reply), server_message(reply)

@@ -195,31 +195,39 @@ def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
         yield from READERS[source.format](source, spec)
 
 
+def reads_fast(sources: Sequence[Source]) -> bool:
+    """Whether every record is there at once: lines of local files, or a list."""
+    return all(
+        is_local(source.path) and not source.gz and READERS[source.format] in (_lines, _text)
+        for source in sources
+    )
+
+
 def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
     """Lines without their ends; blank lines only where another line follows."""
     number, blanks, name, limit = 0, 0, source.name, min(spec.max_row_bytes, sys.maxsize - 2)
+    most = limit + 2
     try:
         with source.open() as file:
             readline = file.readline
-            while line := readline(limit + 2):
+            while line := readline(most):
                 number += 1
                 if number == 1 and line.startswith(BOM):
                     line = line[3:]
-                if len(line) > limit + 1 and not line.endswith(b"\n"):
+                item: bytes | RecordError = line.strip(BLANK)
+                if len(line) >= most and line[-1:] != b"\n":
                     size = len(line)
                     while (rest := readline(BLOCK)) and not rest.endswith(b"\n"):
                         size += len(rest)
                     text = f"the line has {(size + len(rest)) / 1e6:.1f} MB; {_most(limit)}"
-                    item: bytes | RecordError = RecordError("row_too_long", text)
-                else:
-                    item = line.strip(BLANK)
-                    if not item:
-                        blanks += 1
-                        continue
-                for blank in range(blanks):
-                    empty = RecordError("empty_row", "the line is empty")
-                    yield name, number - blanks + blank, empty
-                blanks = 0
+                    item = RecordError("row_too_long", text)
+                elif not item:
+                    blanks += 1
+                    continue
+                if blanks:
+                    for at in range(number - blanks, number):
+                        yield name, at, RecordError("empty_row", "the line is empty")
+                    blanks = 0
                 yield name, number, item
     except UNREADABLE as error:
         raise Damaged(f"{name} cannot be read on after line {number}: {error}") from error

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 
-from airflow_provider_vllm.batch.ahead import Ahead
+from airflow_provider_vllm.batch.ahead import Ahead, Direct
 from airflow_provider_vllm.batch.journal import PROVEN, Earlier
 from airflow_provider_vllm.batch.ledger import Ledger
 from airflow_provider_vllm.batch.row import BadRow, Row
+from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.signals import Stats
+from airflow_provider_vllm.batch.sources import Record
 
 SKIPS_PER_TURN = 5000
 SUSPECT_DEATHS = 2
@@ -24,11 +25,15 @@ class Waiting:
     """`earlier` is what earlier tries know of the rows."""
 
     def __init__(
-        self, rows: Iterator[Row | BadRow], ledger: Ledger, stats: Stats, earlier: Earlier | None
+        self,
+        records: Ahead[Record] | Direct[Record],
+        maker: RowMaker,
+        ledger: Ledger,
+        stats: Stats,
+        earlier: Earlier | None,
     ) -> None:
-        self._input = Ahead(rows)
+        self._input, self._maker = records, maker
         self._ledger, self._stats, self._earlier = ledger, stats, earlier
-        self._exhausted = False
         self._returned: deque[Row] = deque()
         self._later: list[tuple[float, int, Row]] = []
         self._tickets = 0
@@ -37,7 +42,7 @@ class Waiting:
         self.alone: Row | None = None  # the suspect that is, or was last, in flight by itself
 
     def __bool__(self) -> bool:
-        return not self._exhausted or bool(
+        return not self._input.ended or bool(
             self._returned or self._later or self._suspects or self.parcels
         )
 
@@ -45,14 +50,14 @@ class Waiting:
     def only_new(self) -> bool:
         """Whether `take_new` may be used."""
         return self._earlier is None and not (
-            self._exhausted or self._returned or self._later or self.parcels
+            self._input.ended or self._returned or self._later or self.parcels
         )
 
-    def take_new(self, most: int) -> list[Row | BadRow]:
-        """New rows as they come, in bulk; empty at the end of the input."""
-        rows = self._input.take(most)
+    def take_new(self, most: int, idle: bool) -> list[Row | BadRow]:
+        """New rows as they come, in bulk; empty at the end of the input, and where none is ready and `idle` is not."""
+        records = self._input.take(most, wait=idle and not self._later)
+        rows = self._maker.make(records)
         self._stats.read += len(rows)
-        self._exhausted = not rows
         return rows
 
     def take(self, now: float, idle: bool) -> Row | None:
@@ -64,17 +69,17 @@ class Waiting:
             return heapq.heappop(self._later)[2]
         if self._returned:
             return self._returned.popleft()
-        if not self._exhausted and (row := self._take_new()) is not None:
+        if not self._input.ended and (row := self._take_new(idle)) is not None:
             return row
-        if idle and self._exhausted and self._suspects and not (self._later or self.parcels):
+        if idle and self._input.ended and self._suspects and not (self._later or self.parcels):
             self.alone = self._suspects.popleft()
             return self.alone
         return None
 
-    def _take_new(self) -> Row | None:
+    def _take_new(self, idle: bool) -> Row | None:
         """The next new row without an answer; gives up after many that have one."""
         for _ in range(SKIPS_PER_TURN):
-            if not (taken := self.take_new(1)):
+            if not (taken := self.take_new(1, idle)):
                 return None
             row = taken[0]
             if isinstance(row, BadRow):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import orjson
 import pytest
 
 from airflow_provider_vllm.batch.answers import (
@@ -14,8 +16,16 @@ from airflow_provider_vllm.batch.answers import (
     check_output,
     error_line,
 )
-from airflow_provider_vllm.batch.api import CHAT, RESPONSES, URLS, answer_of
+from airflow_provider_vllm.batch.api import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    RESPONSES,
+    URLS,
+    answer_of,
+)
 from airflow_provider_vllm.batch.packing import split
+from airflow_provider_vllm.batch.plain import plain_answer
 from airflow_provider_vllm.batch.row import Row
 
 GOOD = {
@@ -52,6 +62,54 @@ def test_a_good_one() -> None:
 def test_what_is_no_answer(raw: bytes, url: str) -> None:
     with pytest.raises(NotAnAnswer):
         answer(row(url), raw)
+
+
+TEXT = {"choices": [{"index": 0, "text": "hello"}], "id": None, "usage": None}
+ONE = GOOD["choices"]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "is_plain"),
+    [
+        (CHAT, GOOD, True),
+        (CHAT, {**GOOD, "usage": {"prompt_tokens": 2, "other": [1]}}, True),
+        (CHAT, {"choices": [{"message": {"content": None, "tool_calls": [{}]}}]}, True),
+        (CHAT, {"choices": [{"message": {"role": "assistant"}}]}, True),
+        (CHAT, {"choices": [{"message": {"content": "Zürich 日本 \x7f \"", "x": {"y": [1e9, -1]}}}]}, True),
+        (COMPLETIONS, {**TEXT, "usage": {"prompt_tokens": 7, "completion_tokens": 0}}, True),
+        (COMPLETIONS, TEXT, False),  # what follows is read the general way
+        (CHAT, {"choices": ONE, "usage": {"prompt_tokens": None, "completion_tokens": 3}}, False),
+        (CHAT, {"choices": ONE, "usage": {"prompt_tokens": True, "completion_tokens": 3}}, False),
+        (CHAT, {"choices": ONE, "usage": {"prompt_tokens": 1.5}}, False),
+        (CHAT, {"choices": ONE, "usage": [1]}, False),
+        (CHAT, {"choices": ONE, "id": 5}, False),
+        (CHAT, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, False),
+        (CHAT, TEXT, False),
+        (EMBEDDINGS, {"data": [{"embedding": [0.5]}], "id": "e"}, False),
+    ],
+)  # fmt: skip
+def test_a_plain_answer_is_read_as_any_other(
+    url: str, body: dict[str, Any], is_plain: bool
+) -> None:
+    raw = orjson.dumps(body)
+    found = plain_answer(url, raw)
+    assert (found is not None) is is_plain
+    shown = raw.replace(b":", b":\n", 1)  # no plain answer has a line break
+    assert plain_answer(url, shown) is None
+    assert answer(row(url), raw) == answer(row(url), shown)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"5", b"null", b'{"choices": []}', b'{"choices": [{"message": {"content": "a"}}], "x": "\xff"}',
+     b'{"choices": [{"message": {"content": "\xff"}}]}', b'{"choices": [{"message": {"content": "a"}}]} x',
+     b'{"choices": [{"message": {"content": "a"}}], "x": 01}', b'{"choices": [{"message": null}]}',
+     b'{"choices": [{"message": {"content": "a"}}], "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"],
+)  # fmt: skip
+def test_what_is_no_answer_is_not_plain(raw: bytes) -> None:
+    assert plain_answer(CHAT, raw) is None
+    with pytest.raises(NotAnAnswer):
+        answer(row(), raw)
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -17,7 +17,19 @@ from airflow_provider_vllm.batch.spec import BatchSpec
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
 
 BIG = 123456789012345678901234567890
-NUMBERS = [BIG, -BIG, 2**64, 2**64 - 1, 2**63, -(2**63), -(2**63) - 1, 10**19, 10**18, 7]
+NUMBERS = [
+    BIG,
+    -BIG,
+    int("9" * 400),
+    2**64,
+    2**64 - 1,
+    2**63,
+    -(2**63),
+    -(2**63) - 1,
+    10**19,
+    10**18,
+    7,
+]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -27,13 +39,21 @@ def test_integers(number: int) -> None:
         assert type(loads(json.dumps(number).encode())) is int
 
 
+@pytest.mark.parametrize("before", range(20))
+@pytest.mark.parametrize("number", [2**63, 2**64, BIG])
+def test_wherever_a_number_stands(number: int, before: int) -> None:
+    text = b'{"a": "%b", "b": %d}' % (b"x" * before, number)
+    assert loads(text)["b"] == number
+    assert type(loads(text)["b"]) is int
+
+
 @pytest.mark.parametrize("text", [f"{BIG}.5", "1e30", f"0.{BIG}"])
 def test_what_is_no_integer_is_read_as_before(text: str) -> None:
     assert loads(text.encode()) == orjson.loads(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 400, f"[{BIG}", f"NaN, {BIG}", "[" * 1000 + f"{BIG}" + "]" * 1000]
+    "text", ["9" * 5000, f"[{BIG}", f"NaN, {BIG}", "[" * 1000 + f"{BIG}" + "]" * 1000]
 )
 def test_what_cannot_be_read(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from airflow_provider_vllm.batch import health
-from airflow_provider_vllm.batch.ahead import CHUNK, DEPTH, Ahead
+from airflow_provider_vllm.batch.ahead import CHUNK, DEPTH, Ahead, Direct
 from airflow_provider_vllm.batch.compact import IntMap, IntSet
 from airflow_provider_vllm.batch.health import Movement, Vitals, is_stalled, observe
 from airflow_provider_vllm.batch.places import places
@@ -67,15 +67,38 @@ def test_reading_ahead_is_bounded_and_ordered() -> None:
     assert ahead.take(1) == []
 
 
-def test_reading_ahead_raises_after_what_came_before() -> None:
+@pytest.mark.parametrize("kind", [Ahead, Direct])
+def test_what_was_read_before_an_error_is_not_lost(
+    kind: type[Ahead[int]] | type[Direct[int]],
+) -> None:
     def items() -> Iterator[int]:
-        yield 1
+        yield from range(CHUNK + 5)
         raise OSError("the file system is gone")
 
-    ahead = Ahead(items())
-    taken: list[list[int]] = []
+    source = kind(items())
+    taken: list[int] = []
     with pytest.raises(OSError, match="gone"):
-        taken.extend(iter(lambda: ahead.take(1), []))
+        taken.extend(item for some in iter(lambda: source.take(50), []) for item in some)
+    assert taken == list(range(CHUNK + 5))
+    assert source.ended
+
+
+def test_what_is_not_there_yet_holds_up_only_who_waits() -> None:
+    come, asked = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        asked.set()
+        come.wait(10)
+        yield 1
+
+    ahead = Ahead(items())
+    assert asked.wait(10)
+    assert ahead.take(5, wait=False) == []
+    assert not ahead.ended
+    come.set()
+    assert ahead.take(5) == [1]
+    assert ahead.take(5) == []
+    assert ahead.ended
 
 
 def test_reading_ahead_ends_when_closed() -> None:

@@ -1,0 +1,62 @@
+"""The body of a reply in, its id and tokens out, where it is a plain answer: most are, and cost half as much this way.
+
+Invariant: what is found here is what the general reading (`answers.answer`) finds; anything else is left to that.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS
+
+
+class Usage(msgspec.Struct, gc=False, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Message(msgspec.Struct, gc=False):
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, gc=False):
+    message: Message
+
+
+class TextChoice(msgspec.Struct, gc=False):
+    text: str
+
+
+class Answer(msgspec.Struct, gc=False):
+    id: str | None = None
+    usage: Usage = Usage()
+
+
+class ChatAnswer(Answer, gc=False, kw_only=True):
+    choices: Annotated[list[ChatChoice], msgspec.Meta(min_length=1)]
+
+
+class TextAnswer(Answer, gc=False, kw_only=True):
+    choices: Annotated[list[TextChoice], msgspec.Meta(min_length=1)]
+
+
+DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
+    CHAT: msgspec.json.Decoder(ChatAnswer),
+    COMPLETIONS: msgspec.json.Decoder(TextAnswer),
+}
+
+
+def plain_answer(url: str, raw: bytes) -> tuple[str | None, int, int] | None:
+    """Id, prompt and completion tokens of an answer on one line; None for what is not plain."""
+    decoder = DECODERS.get(url)
+    if decoder is None or raw.find(b"\n") >= 0:
+        return None
+    try:
+        if not raw.isascii():
+            raw.decode()  # what the decoder skips, it does not look at
+        answer: Answer = decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return answer.id, answer.usage.prompt_tokens, answer.usage.completion_tokens
