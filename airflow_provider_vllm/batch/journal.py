@@ -223,11 +223,6 @@ class Journal:
             self._marks.frombytes(bytes(8 * max(missing, len(self._marks) // 8)))
         self._marks[row] = mark
 
-    @property
-    def unwritten(self) -> int:
-        """How many records wait for `flush`."""
-        return len(self._buffer) // 3
-
     def flush(self) -> None:
         """Give all to the system, which keeps it when this process is killed. Raises JournalFailed."""
         if not self._buffer:

@@ -47,11 +47,6 @@ class Ledger:
         self.flush = journal.flush
         self.verdict: BatchFailed | None = None
 
-    @property
-    def unwritten(self) -> int:
-        """How many ends of rows are not in the journal yet."""
-        return self._journal.unwritten
-
     def answered(
         self, replies: Iterable[tuple[Row, bytes]], sums: tuple[int, int] | None = None
     ) -> list[tuple[Row, bytes, NotAnAnswer | InvalidOutput]]:

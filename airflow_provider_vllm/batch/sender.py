@@ -52,8 +52,6 @@ from airflow_provider_vllm.exceptions import BatchFailed
 
 POLL = 0.05
 TUNE_EVERY = 0.1
-WRITE_MOST = 32  # answers that a SIGKILL may cost
-WRITE_AFTER = 0.01
 
 
 class Sender(threading.Thread):
@@ -124,9 +122,8 @@ class Sender(threading.Thread):
             self.events.put(Ended(self._failure or self._ledger.verdict))
 
     def _loop(self) -> None:
-        settle, ledger = self._settle, self._ledger
-        written_at = time.monotonic()
-        while not (self._stopped or self._failure or ledger.verdict):
+        settle, flush = self._settle, self._ledger.flush
+        while not (self._stopped or self._failure or self._ledger.verdict):
             if self.commands:
                 self._obey(self.commands.popleft())
                 continue
@@ -138,12 +135,8 @@ class Sender(threading.Thread):
                 self._tune(now)
             if not self._paused:
                 self._fill(self._client, now)
-            good, others = self._client.poll(0.0 if ledger.unwritten else POLL)
-            settle(good, others)
-            # Some at a time where they come fast, and at once where nothing more has come yet.
-            if not good or ledger.unwritten >= WRITE_MOST or now - written_at > WRITE_AFTER:
-                ledger.flush()
-                written_at = now
+            settle(*self._client.poll(POLL))
+            flush()
             if self._idle and not self._waiting:
                 return
 

@@ -55,11 +55,12 @@ def collect(
     model: str | None = None,
     exit_status: int | None = None,
     uses_ray: bool = False,
+    gpus: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """Everything about one server that may explain its end. Never raises.
 
     `command` and `environ` are the launch's, `python` the interpreter that has vLLM, `model` a path
-    or hub id.
+    or hub id. `gpus` reads the driver, and does not wait for one that does not answer.
     """
     environ = os.environ if environ is None else environ
     parts: dict[str, Callable[[], Any]] = {
@@ -67,7 +68,7 @@ def collect(
         "environment": lambda: mask_environ(environ),
         "versions": lambda: _versions(python),
         "model": lambda: _model(model),
-        "gpus": _gpus,
+        "gpus": gpus or _not_asked,
         "disks": lambda: _disks(environ, model),
         "memory": _memory,
         "limits": _limits,
@@ -169,35 +170,8 @@ def _model(model: str | None) -> dict[str, Any]:
     return found
 
 
-def _gpus() -> dict[str, Any]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        gpus = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return {"driver": _text(pynvml.nvmlSystemGetDriverVersion()), "gpus": gpus}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(nvml: Any, index: int) -> dict[str, Any]:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    processes = _part(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    return {
-        "index": index,
-        "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
-        "name": _text(nvml.nvmlDeviceGetName(handle)),
-        "memory_total": memory.total,
-        "memory_free": memory.free,
-        "processes": processes
-        if isinstance(processes, dict)
-        else [{"pid": one.pid, "memory": one.usedGpuMemory} for one in processes],
-    }
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _not_asked() -> Any:
+    raise ValueError("nobody asked for it")
 
 
 def _disks(environ: Mapping[str, str], model: str | None) -> dict[str, Any]:

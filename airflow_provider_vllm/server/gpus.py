@@ -11,7 +11,6 @@ UUIDs chosen for a server, or a `Shortage` that says what holds each GPU.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,23 +64,19 @@ class NotReturned:
 
 
 def driver_present() -> bool:
-    """Whether this host has a working NVIDIA driver with at least one GPU.
-
-    Without the library this costs one failed `dlopen`; with it, one NVML start.
-    """
-    try:
-        ctypes.CDLL(nvml.LIBRARY)
-    except OSError:
-        return False
-    return bool(nvml.read()[0])
+    """Whether this host has an NVIDIA driver with at least one GPU, or with an answer that does not come."""
+    found = nvml.read()
+    return bool(found.gpus) or not found.answered
 
 
 def driver_status() -> str:
     """One sentence: driver, CUDA version and number of GPUs, or why none can be used."""
-    found, problems = nvml.read()
-    if not found:
-        return "; ".join(problems) or "the NVIDIA driver lists no GPU"
-    return "; ".join([f"{nvml.driver_version()}, {len(found)} GPU(s) or MIG device(s)", *problems])
+    found = nvml.read()
+    if not found.gpus:
+        return "; ".join(found.problems) or "the NVIDIA driver lists no GPU"
+    return "; ".join(
+        [f"{found.driver}, {len(found.gpus)} GPU(s) or MIG device(s)", *found.problems]
+    )
 
 
 def list_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
@@ -89,7 +84,7 @@ def list_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
 
     `environ` (this process's own by default) may hold CUDA_VISIBLE_DEVICES, which is obeyed.
     """
-    return allowed(nvml.read()[0], os.environ if environ is None else environ)
+    return allowed(nvml.read().gpus, os.environ if environ is None else environ)
 
 
 def allowed(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:

@@ -1,13 +1,23 @@
 """The NVIDIA driver's view of this host, read through `pynvml`; nothing of it is decided here.
 
-What enters is NVML; what leaves are `Gpu` values and sentences about what could not be read.
+What enters is NVML; what leaves is a `Reading`: `Gpu` values and sentences about what could not be read.
 
 - Reading never raises: a host without a driver is a normal host.
+- NVML is asked in a process of its own. A wedged driver does not answer, and then no signal ends the one that asks;
+  here it is left behind, and what it was asked for goes on without it.
 - `pynvml` is imported inside functions only: DAG files are parsed on hosts without a GPU.
+
+    python -m airflow_provider_vllm.server.nvml     the reading as JSON
 """
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +26,9 @@ from typing import Any
 from airflow_provider_vllm.server import host_memory
 
 LIBRARY = "libnvidia-ml.so.1"
+TIMEOUT_S = 30.0  # without persistence mode the driver wakes each GPU for it, seconds for one
+_asked = threading.Lock()
+_stuck: subprocess.Popen[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,81 @@ class Gpu:
         return self.parent_uuid is not None
 
 
-def read() -> tuple[tuple[Gpu, ...], list[str]]:
-    """Every GPU and MIG device of the host, and one sentence for each thing that went wrong."""
+@dataclass(frozen=True)
+class Reading:
+    """Every GPU and MIG device of the host, one sentence for each thing that went wrong, and the driver's versions.
+
+    `answered` is False where there is a driver that does not answer.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    problems: tuple[str, ...] = ()
+    driver: str = ""
+    answered: bool = True
+
+
+def read() -> Reading:
+    """What NVML says within `TIMEOUT_S`. Never raises."""
+    try:
+        ctypes.CDLL(LIBRARY)  # asks the driver nothing
+    except OSError:
+        return Reading(problems=(f"no NVIDIA driver on this host: {LIBRARY} was not found",))
+    with _asked:
+        return _read_elsewhere()
+
+
+def _read_elsewhere() -> Reading:
+    global _stuck
+    if _stuck is not None and _stuck.poll() is None:
+        return _no_answer(f"process {_stuck.pid} still waits for it")
+    try:
+        asker = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        return Reading(problems=(f"the NVIDIA driver could not be asked: {error}",))
+    try:
+        said, complaint = asker.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        asker.kill()
+        _stuck = asker
+        return _no_answer(f"it was asked {TIMEOUT_S:.0f} s ago")
+    try:
+        return _from_json(json.loads(said.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError, KeyError):
+        why = complaint.strip().splitlines()[-1:] or [f"exit status {asker.returncode}"]
+        return Reading(problems=(f"the NVIDIA library broke off when it was asked: {why[0]}",))
+
+
+def _no_answer(since: str) -> Reading:
+    text = (
+        f"the NVIDIA driver does not answer ({since}); `dmesg | grep -i -e xid -e nvrm` may say why: reset the GPU or "
+        "restart this worker's host"
+    )
+    return Reading(problems=(text,), answered=False)
+
+
+def _from_json(said: dict[str, Any]) -> Reading:
+    gpus = []
+    for fields in said["gpus"]:
+        processes = tuple(GpuProcess(**process) for process in fields.pop("processes"))
+        capability = fields.pop("compute_capability")
+        gpus.append(
+            Gpu(
+                **fields,
+                processes=processes,
+                compute_capability=tuple(capability) if capability else None,
+            )
+        )
+    return Reading(tuple(gpus), tuple(said["problems"]), said["driver"])
+
+
+def _read_here() -> Reading:
     try:
         with started() as nvml:
             gpus: list[Gpu] = []
@@ -64,18 +150,22 @@ def read() -> tuple[tuple[Gpu, ...], list[str]]:
                     gpus += found
                 except nvml.NVMLError as error:
                     problems.append(f"GPU {index} cannot be read: {error}")
-            return tuple(gpus), problems
+            return Reading(tuple(gpus), tuple(problems), _driver_version(nvml))
     except ImportError as error:
-        return (), [f"nvidia-ml-py is not installed here ({error}): no GPU can be listed"]
+        return Reading(
+            problems=(f"nvidia-ml-py is not installed here ({error}): no GPU can be listed",)
+        )
     except Exception as error:  # pynvml's own classes do not exist when its library is missing
-        return (), [_why_no_driver(error)]
+        return Reading(problems=(_why_no_driver(error),))
 
 
-def driver_version() -> str:
-    with started() as nvml:
+def _driver_version(nvml: Any) -> str:
+    try:
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         driver = nvml.nvmlSystemGetDriverVersion()
-        return f"NVIDIA driver {driver}, CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+    except nvml.NVMLError as error:
+        return f"an NVIDIA driver that does not say its version ({error})"
+    return f"NVIDIA driver {driver}, CUDA {cuda // 1000}.{cuda % 1000 // 10}"
 
 
 @contextmanager
@@ -163,3 +253,7 @@ def _why_no_driver(error: Exception) -> str:
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
         return "the NVIDIA library and kernel driver differ in version; restart this worker's host"
     return f"the NVIDIA driver does not answer: {error}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(dataclasses.asdict(_read_here())))

@@ -14,6 +14,7 @@ from typing import Any
 from airflow_provider_vllm.diagnosis import evidence
 from airflow_provider_vllm.diagnosis.diagnose import diagnose
 from airflow_provider_vllm.diagnosis.rule import Diagnosis
+from airflow_provider_vllm.server import nvml
 from airflow_provider_vllm.server.checks.options import Options
 from airflow_provider_vllm.server.order import Order
 from airflow_provider_vllm.server.state import (
@@ -60,6 +61,7 @@ def examine(directory: GenerationDir, order: Order, state: ServerState) -> tuple
         model=spec.model,
         exit_status=state.exit_status,
         uses_ray=Options.of(spec.engine_args).get("distributed_executor_backend") == "ray",
+        gpus=lambda: dataclasses.asdict(nvml.read()),
     )
     evidence.write(directory.path, facts)
     found = judge(

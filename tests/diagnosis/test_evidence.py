@@ -49,6 +49,7 @@ def evidence(tmp_path: Path) -> dict[str, Any]:
         python=sys.executable,
         model=str(tmp_path),
         exit_status=1,
+        gpus=lambda: {"gpus": [], "problems": ["no driver"]},
     )
 
 
@@ -72,6 +73,7 @@ def test_every_part_is_there(evidence: dict[str, Any]) -> None:
     assert evidence["model"]["quantization"] == "awq"
     assert evidence["disks"]["/dev/shm"]["total"] > 0
     assert evidence["memory"]["MemTotal"] > 0
+    assert evidence["gpus"]["problems"] == ["no driver"]
     assert len(evidence["limits"]["RLIMIT_NOFILE"]) == 2
     assert "wrote no scheduler step" in evidence["request_in_flight"]["missing"]
     assert "missing" in evidence["ray"]
@@ -93,6 +95,7 @@ def test_missing_parts_say_why() -> None:
     for name in ("versions", "first_tracebacks", "request_in_flight"):
         assert "No such file" in evidence[name]["missing"]
     assert "missing" in collect()["model"]
+    assert "missing" in collect()["gpus"]
 
 
 def test_it_is_written_for_its_owner_only(tmp_path: Path, evidence: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from scripts.compiler import c_compiler
 
 GIB = 1024**3
+HANGS, CRASHES = -1, -2
 _SOURCE = Path(__file__).with_name("nvml_stub.c")
 
 
@@ -90,8 +91,9 @@ class NvmlStub:
     def write(
         self, *gpus: FakeGpu, init_result: int = 0, memory_results: tuple[int, int] = (0, 0)
     ) -> None:
-        """Replaces all devices at once. `init_result` is what nvmlInit answers,
-        `memory_results` what the memory queries of version 1 and 2 answer."""
+        """Replaces all devices at once. `init_result` is what nvmlInit answers
+        (`HANGS` nothing, `CRASHES` ends its process), `memory_results`
+        what the memory queries of version 1 and 2 answer."""
         lines = [f"init\t{init_result}", "memory\t{}\t{}".format(*memory_results)]
         lines += [line for gpu in gpus for line in gpu.lines()]
         new = self.folder / "devices.new"

@@ -3,7 +3,7 @@
  * It is called `devices` and lies beside the library; `tests/fakes/nvml.py` writes it. One line each,
  * tab-separated:
  *
- *   init   RETURN_CODE                     what nvmlInit answers
+ *   init   RETURN_CODE                     what nvmlInit answers; -1: nothing, ever, -2: it crashes
  *   memory RETURN_CODE_V1 RETURN_CODE_V2   what the memory queries answer
  *   gpu    UUID NAME TOTAL RESERVED USED MAJOR MINOR MIG_MODE RETURN_CODE
  *   mig    PLACE UUID NAME TOTAL RESERVED USED     a MIG device of the last gpu
@@ -14,7 +14,9 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, PLACES = 7 };
 typedef unsigned long long u64;
@@ -91,7 +93,13 @@ static int text(const char *from, char *to, unsigned size) {
     return OK;
 }
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; load(); return init_result; }
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    load();
+    while (init_result == -1) pause();
+    if (init_result == -2) abort();
+    return init_result;
+}
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return OK; }
 int nvmlSystemGetDriverVersion(char *to, unsigned size) { return text("580.95.05", to, size); }

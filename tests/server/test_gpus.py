@@ -15,7 +15,7 @@ import pytest
 
 from airflow_provider_vllm.server import gpus
 from airflow_provider_vllm.server.gpus import Gpu, GpuProcess, Shortage
-from tests.fakes.nvml import FakeGpu, FakeMig, NvmlStub
+from tests.fakes.nvml import CRASHES, HANGS, FakeGpu, FakeMig, NvmlStub
 
 GIB = 1024**3
 
@@ -149,6 +149,36 @@ def test_a_driver_that_does_not_start_is_named(
     assert ask("gpus.list_gpus()") == []
     assert ask("gpus.driver_present()") is False
     assert why in ask("gpus.driver_status()")
+
+
+def test_a_wedged_driver_holds_nothing_up(stub: NvmlStub, ask: Asker) -> None:
+    """One process is left with it, and no second one while the first is there."""
+    stub.write(FakeGpu("GPU-a"), init_result=HANGS)
+    ask("setattr(gpus.nvml, 'TIMEOUT_S', 1.0)")
+    assert ask("gpus.list_gpus()") == []
+    said = ask("gpus.driver_status()")
+    assert said.startswith("the NVIDIA driver does not answer (")
+    assert "dmesg" in said
+    assert ask("gpus.driver_present()") is True, "a server is not sent to the CPU for it"
+    stub.write(FakeGpu("GPU-a"))  # it answers again, and what waited is gone
+    ask("gpus.nvml._stuck.wait()")
+    assert [gpu["uuid"] for gpu in ask("gpus.list_gpus()")] == ["GPU-a"]
+
+
+def test_while_one_process_is_stuck_no_other_is_started(stub: NvmlStub, ask: Asker) -> None:
+    stub.write(FakeGpu("GPU-a"))
+    ask("setattr(gpus.nvml, '_stuck', gpus.nvml.subprocess.Popen(['sleep', '60']))")
+    pid = ask("gpus.nvml._stuck.pid")
+    assert f"process {pid} still waits" in ask("gpus.driver_status()")
+    ask("(gpus.nvml._stuck.kill(), gpus.nvml._stuck.wait())")
+    assert ask("gpus.driver_present()") is True
+    assert [gpu["uuid"] for gpu in ask("gpus.list_gpus()")] == ["GPU-a"]
+
+
+def test_a_library_that_crashes_takes_nothing_along(stub: NvmlStub, ask: Asker) -> None:
+    stub.write(FakeGpu("GPU-a"), init_result=CRASHES)
+    assert ask("gpus.list_gpus()") == []
+    assert "broke off when it was asked: exit status -6" in ask("gpus.driver_status()")
 
 
 def test_without_a_driver_nothing_is_listed_and_the_reason_is_said(tmp_path: Path) -> None:
