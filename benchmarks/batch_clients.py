@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PROMPT = (
-    "Number {}: write one sentence about it, in the plainest words that you know. "
-    + "Then stop. " * 10
-)
+SENTENCE = "Number {}: write one sentence about it, in the plainest words that you know. "
+PROMPTS = {"short": "Say something about {}.", "long": SENTENCE + "Then stop. " * 10}
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,15 @@ class Job:
     pack: int | str = 1
     memory: bool = False
     endpoint: str = "chat"
+    prompt: str = "long"
 
 
 def bodies(job: Job) -> Iterator[dict[str, Any]]:
+    prompt = PROMPTS[job.prompt]
     for number in range(job.rows):
         yield {
             "model": job.model,
-            "messages": [{"role": "user", "content": PROMPT.format(number)}],
+            "messages": [{"role": "user", "content": prompt.format(number)}],
             "max_tokens": job.max_tokens,
         }
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.batch vllm [--part speed|auto|run-batch] [--python PYTHON] [--model DIR]
 
-`speed`: the provider with and without packs against AsyncOpenAI; `auto`: concurrency="auto" against fixed
+`speed`: the provider with and without packs against AsyncOpenAI, with short prompts and with those of the other parts,
+of which the server's own work a row is twice as much; `auto`: concurrency="auto" against fixed
 numbers; `run-batch`: against `vllm run-batch` on the same prompts, for the rows and for the whole job.
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import Results, measure, median, say, verdict
-from benchmarks.batch_clients import Job, write_input
+from benchmarks.batch_clients import PROMPTS, Job, write_input
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"]
@@ -98,16 +99,22 @@ def speed(python: str, model: str, rounds: int, rows: int) -> bool:
     with vllm_server(python, model) as (url, _):
         measure("provider", url=url, rows=200, in_flight=64, model=NAME)
         for _ in range(rounds):
-            for name, (kind, more) in jobs.items():
-                job = {"url": url, "rows": rows, "in_flight": 64, "model": NAME, **more}
-                found[name].append(measure(kind, **job))
+            for prompt in PROMPTS:
+                for name, (kind, more) in jobs.items():
+                    job = {"url": url, "rows": rows, "in_flight": 64, "model": NAME, **more}
+                    found[f"{name}, {prompt}"].append(measure(kind, prompt=prompt, **job))
     print(f"Real server, {rows:,} chat rows of 8 tokens, 64 in flight")
-    for name in jobs:
+    for name in found:
         say(found, name)
-    openai = median(found["openai"])
-    good = verdict("packed, times AsyncOpenAI", median(found["packed"]) / openai, 4)
-    good &= verdict("alone, times AsyncOpenAI", median(found["alone"]) / openai, 2)
-    cpu = median(found["alone"], "cpu") / median(found["openai"], "cpu")
+    openai = median(found["openai, long"])
+    for name in ("packed", "alone"):
+        print(
+            f"       {name}, long, times AsyncOpenAI: {median(found[f'{name}, long']) / openai:.2f}"
+        )
+    openai = median(found["openai, short"])
+    good = verdict("packed, times AsyncOpenAI", median(found["packed, short"]) / openai, 4)
+    good &= verdict("alone, times AsyncOpenAI", median(found["alone, short"]) / openai, 2)
+    cpu = median(found["alone, short"], "cpu") / median(found["openai, short"], "cpu")
     return good & verdict("CPU a row, of AsyncOpenAI's", cpu, 0.1, at_most=True)
 
 

@@ -32,6 +32,10 @@ REFUSED = frozenset(
 )
 URL, POSTFIELDS, RESPONSE_CODE = pycurl.URL, pycurl.POSTFIELDS, pycurl.RESPONSE_CODE
 BURST = 32  # replies at a time: few enough to stay in a processor's cache until they are written
+FEW = 4
+# Where few come at a time, as from one step of an engine, a moment later there are some more, and to look for replies
+# costs much more than a reply: half of the CPU of a row.
+GATHER = 0.001
 UNLIMITED = 1 << 20
 SPARE_FILES = 100
 FILES_OF_A_REQUEST = 8  # its connection, and what libcurl wakes itself with
@@ -85,6 +89,7 @@ class Client:
         self._free: list[Transfer] = []
         self._busy: dict[Any, Transfer] = {}  # by handle
         self._unsent: list[Reply] = []
+        self._trickles = False
 
     @property
     def in_flight(self) -> int:
@@ -129,8 +134,11 @@ class Client:
                 time.sleep(wait)
                 return
             multi.select(wait if len(self._busy) < SELECTABLE else min(wait, 0.005))
+            if self._trickles:
+                time.sleep(GATHER)
             multi.perform()
             _, ended, failed = multi.info_read(most)
+            self._trickles = len(ended) < FEW < len(self._busy)
         remove, free, end = multi.remove_handle, self._free.append, self._busy.pop
         for curl in ended:
             remove(curl)
