@@ -49,8 +49,9 @@ class GpuAvailableSensor(BaseSensorOperator):
     def poke(self, context: Context) -> bool:
         from airflow_provider_vllm.server import gpu_locks, gpus
 
+        listed = gpus.list_gpus()
         choice = gpus.choose(
-            gpus.list_gpus(),
+            listed,
             self.count,
             locked=gpu_locks.locked(worker.state_root().locks),
             min_free_bytes=int(self.min_free_gib * GIB),
@@ -59,6 +60,6 @@ class GpuAvailableSensor(BaseSensorOperator):
             self.log.info("free: %s", ", ".join(choice))
             return True
         if not choice.waiting_helps:
-            raise NoFreeGpu(f"{choice}\n{gpus.driver_status()}")
+            raise NoFreeGpu(gpus.explain(choice, listed))
         self.log.info("%s", choice)
         return False

@@ -24,6 +24,9 @@ from airflow_provider_vllm.server.sizes import GIB, gib
 _HOST_PID_NAMESPACE = "pid:[4026531836]"
 
 
+NONE_LISTED_FIX = "Mend that, or send the task to another queue."
+
+
 @dataclass(frozen=True)
 class Shortage:
     """Fewer GPUs can be had than asked for.
@@ -64,7 +67,7 @@ class NotReturned:
 
 
 def driver_present() -> bool:
-    """Whether this host has an NVIDIA driver with at least one GPU, or with an answer that does not come."""
+    """Whether this host has an NVIDIA driver with at least one GPU, or one that can't be asked."""
     found = nvml.read()
     return bool(found.gpus) or not found.answered
 
@@ -79,12 +82,29 @@ def driver_status() -> str:
     )
 
 
-def list_gpus(environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
+def none_listed(asked: int) -> str:
+    """What the driver says where no GPU may be used and `asked` are needed. Waits for it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    bound = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r} on this worker"
+    return f"{asked} GPU(s) asked for, and none can be had: {driver_status()}{bound}."
+
+
+def explain(shortage: Shortage, gpus: Sequence[Gpu]) -> str:
+    """Why `gpus` do not do, and what to do. Waits for the driver where there are none."""
+    if gpus:
+        return str(shortage)
+    return f"{none_listed(shortage.asked)} {NONE_LISTED_FIX}"
+
+
+def list_gpus(
+    environ: Mapping[str, str] | None = None, *, timeout: float | None = None
+) -> tuple[Gpu, ...]:
     """The GPUs that this worker may use; () without a driver. Never raises.
 
-    `environ` (this process's own by default) may hold CUDA_VISIBLE_DEVICES, which is obeyed.
+    `environ` (this process's own by default) may hold CUDA_VISIBLE_DEVICES, which is obeyed. Waits `timeout` seconds
+    at most for the driver, by default `nvml.TIMEOUT_S`.
     """
-    return allowed(nvml.read().gpus, os.environ if environ is None else environ)
+    return allowed(nvml.read(timeout).gpus, os.environ if environ is None else environ)
 
 
 def allowed(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:

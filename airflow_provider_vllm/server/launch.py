@@ -20,6 +20,7 @@ import airflow_provider_vllm
 from airflow_provider_vllm.environment import allowed
 from airflow_provider_vllm.exceptions import PreflightFailed, ServerError
 from airflow_provider_vllm.server import gpus as gpu_list
+from airflow_provider_vllm.server import nvml
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.order import Order, check_key, new_key, port_is_taken
 from airflow_provider_vllm.server.processes import ProcessId
@@ -34,8 +35,8 @@ from airflow_provider_vllm.server.state import (
 from airflow_provider_vllm.server.stop import stop_generation, sweep
 from airflow_provider_vllm.spec import ServerSpec
 
-# A supervisor writes its first state within about half a second.
-SUPERVISOR_S = 30.0
+# A supervisor has its GPUs and vLLM within about a second, where the driver does not keep it waiting.
+SUPERVISOR_S = 30.0 + nvml.TIMEOUT_S
 # A killed task has about five seconds for all it does.
 GIVE_UP_S = 3.0
 

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from airflow_provider_vllm.server import probe, segments, state, temp
+from airflow_provider_vllm.server import nvml, probe, segments, state, temp
 from airflow_provider_vllm.server.guarded import GuardedProcess
 from airflow_provider_vllm.server.lease import Lease
 from airflow_provider_vllm.server.logwatch import LogWatch, News
@@ -261,7 +261,8 @@ class Life:
         """All of the tree is below the guard, its sub-reaper, and without a guard below us."""
 
         def look() -> tuple[list[ProcessId], set[str]]:
-            tree = [stat.identity for stat in descendants(os.getpid())]
+            below = descendants(os.getpid())
+            tree = [stat.identity for stat in below if stat.pid != nvml.asker()]
             return tree, segments.mapped(each.pid for each in tree)
 
         # In a thread: the maps of a process that hangs in a driver may be a long time coming.

@@ -4,7 +4,8 @@ What enters is NVML; what leaves is a `Reading`: `Gpu` values and sentences abou
 
 - Reading never raises: a host without a driver is a normal host.
 - NVML is asked in a process of its own. A wedged driver does not answer, and then no signal ends the one that asks;
-  here it is left behind, and what it was asked for goes on without it.
+  here it is left behind, and what it was asked for goes on without it. It sees our modules, and of our environment
+  only what steers Python and the driver's library: it may stay for days.
 - `pynvml` is imported inside functions only: DAG files are parsed on hosts without a GPU.
 
     python -m airflow_provider_vllm.server.nvml     the reading as JSON
@@ -15,20 +16,27 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from airflow_provider_vllm.server import host_memory
 
 LIBRARY = "libnvidia-ml.so.1"
 TIMEOUT_S = 30.0  # without persistence mode the driver wakes each GPU for it, seconds for one
-_asked = threading.Lock()
-_stuck: subprocess.Popen[str] | None = None
+# One start asks several times: a driver that did not answer keeps only the first of them waiting.
+AGAIN_S = 60.0
+_SEEN = ("PATH", "HOME", "LD_", "PYTHON", "CUDA_", "NVIDIA_")
+_asking = threading.Lock()
+_asker: subprocess.Popen[str] | None = None  # the last one
+_not_before = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Gpu:
 class Reading:
     """Every GPU and MIG device of the host, one sentence for each thing that went wrong, and the driver's versions.
 
-    `answered` is False where there is a driver that does not answer.
+    `answered` is False where there is a driver that does not answer, or that breaks what asks it.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -76,49 +84,76 @@ class Reading:
     answered: bool = True
 
 
-def read() -> Reading:
-    """What NVML says within `TIMEOUT_S`. Never raises."""
+def read(timeout: float | None = None) -> Reading:
+    """What NVML says within `timeout` seconds, by default `TIMEOUT_S`. Never raises."""
+    timeout = TIMEOUT_S if timeout is None else timeout
     try:
         ctypes.CDLL(LIBRARY)  # asks the driver nothing
     except OSError:
         return Reading(problems=(f"no NVIDIA driver on this host: {LIBRARY} was not found",))
-    with _asked:
-        return _read_elsewhere()
-
-
-def _read_elsewhere() -> Reading:
-    global _stuck
-    if _stuck is not None and _stuck.poll() is None:
-        return _no_answer(f"process {_stuck.pid} still waits for it")
+    if not _asking.acquire(timeout=timeout):
+        return _no_answer("another thread has waited for it all the time")
     try:
-        asker = subprocess.Popen(
+        return _read_elsewhere(timeout)
+    finally:
+        _asking.release()
+
+
+def asker() -> int | None:
+    """The pid of the process that asks, while it is there: it is this process's child, and no server's."""
+    last = _asker
+    return last.pid if last is not None and last.returncode is None else None
+
+
+def _read_elsewhere(timeout: float) -> Reading:
+    global _asker, _not_before
+    if _asker is not None and _asker.poll() is None:
+        return _no_answer(f"process {_asker.pid} still waits for it")
+    if time.monotonic() < _not_before:
+        return _no_answer(f"it was asked less than {AGAIN_S:.0f} s ago")
+    try:
+        _asker = asked = subprocess.Popen(
             [sys.executable, "-m", __name__],
+            env=_environ(),
+            cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
         )
-    except OSError as error:
-        return Reading(problems=(f"the NVIDIA driver could not be asked: {error}",))
+    except (OSError, TypeError) as error:  # TypeError: a Python that does not know its executable
+        return _broken(f"{sys.executable!r} could not be started: {error}")
     try:
-        said, complaint = asker.communicate(timeout=TIMEOUT_S)
+        said, complaint = asked.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        asker.kill()
-        _stuck = asker
-        return _no_answer(f"it was asked {TIMEOUT_S:.0f} s ago")
+        _not_before = time.monotonic() + AGAIN_S
+        return _no_answer(f"it was asked {timeout:.0f} s ago")
+    finally:
+        asked.kill()  # where it is still there: also when a signal handler raised
     try:
         return _from_json(json.loads(said.splitlines()[-1]))
     except (IndexError, ValueError, TypeError, KeyError):
-        why = complaint.strip().splitlines()[-1:] or [f"exit status {asker.returncode}"]
-        return Reading(problems=(f"the NVIDIA library broke off when it was asked: {why[0]}",))
+        why = complaint.strip().splitlines()[-1:] or [f"exit status {asked.returncode}"]
+        return _broken(why[0][:200])
+
+
+def _environ() -> dict[str, str]:
+    seen = {name: value for name, value in os.environ.items() if name.startswith(_SEEN)}
+    ours = str(Path(__file__).parents[2])  # not on the path where that is the current folder
+    return {**seen, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), ours])}
 
 
 def _no_answer(since: str) -> Reading:
     text = (
         f"the NVIDIA driver does not answer ({since}); `dmesg | grep -i -e xid -e nvrm` may say why: reset the GPU or "
-        "restart this worker's host"
+        "restart this worker's host, and where `nvidia-smi` is only slow, turn persistence mode on (`nvidia-smi -pm 1`)"
     )
+    return Reading(problems=(text,), answered=False)
+
+
+def _broken(why: str) -> Reading:
+    text = f"the process that asks the NVIDIA driver broke off ({why}); see whether `nvidia-smi` works on this worker"
     return Reading(problems=(text,), answered=False)
 
 

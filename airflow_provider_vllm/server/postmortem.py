@@ -24,6 +24,9 @@ from airflow_provider_vllm.server.state import (
     write_private,
 )
 
+# A part of the time that the supervisor gives a post-mortem: a driver that hangs must not cost the diagnosis.
+DRIVER_S = 5.0
+
 # What the supervisor saw itself: group, cause, first action.
 _SEEN = {
     "port_taken": (
@@ -61,7 +64,7 @@ def examine(directory: GenerationDir, order: Order, state: ServerState) -> tuple
         model=spec.model,
         exit_status=state.exit_status,
         uses_ray=Options.of(spec.engine_args).get("distributed_executor_backend") == "ray",
-        gpus=lambda: dataclasses.asdict(nvml.read()),
+        gpus=lambda: dataclasses.asdict(nvml.read(DRIVER_S)),
     )
     evidence.write(directory.path, facts)
     found = judge(

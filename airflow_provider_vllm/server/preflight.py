@@ -28,7 +28,7 @@ from airflow_provider_vllm.server import gpu_locks, host_memory
 from airflow_provider_vllm.server.checks import context, host, interpreter, lora, memory, model
 from airflow_provider_vllm.server.checks.finding import Finding, error, warning
 from airflow_provider_vllm.server.checks.options import Options
-from airflow_provider_vllm.server.gpus import Gpu, Shortage, choose, driver_status
+from airflow_provider_vllm.server.gpus import NONE_LISTED_FIX, Gpu, Shortage, choose, none_listed
 from airflow_provider_vllm.spec import ServerSpec
 
 __all__ = ["Finding", "check", "enforce"]
@@ -153,8 +153,10 @@ def _gpu_findings(
     if isinstance(choice, Shortage) and choice.waiting_helps:
         choice = choose(gpus, count, wanted=wanted)
     if isinstance(choice, Shortage):
-        message = str(choice) if gpus else f"{count} GPU(s) asked for: {driver_status()}."
-        yield error("gpu-count", message, "Set `gpus` to what this worker has.")
+        if gpus:
+            yield error("gpu-count", str(choice), "Set `gpus` to what this worker has.")
+        else:
+            yield error("gpus", none_listed(count), NONE_LISTED_FIX)
         return
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     chosen += [by_uuid[uuid] for uuid in choice]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from airflow_provider_vllm.server import segments, temp
+from airflow_provider_vllm.server import nvml, segments, temp
 from airflow_provider_vllm.server.processes import ProcessId, Stat, descendants, kill, tree_of
 from airflow_provider_vllm.server.state import GenerationDir, ServerState
 
@@ -18,13 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def find(directory: GenerationDir, current: ServerState, below: int | None = None) -> list[Stat]:
-    """The live processes of this start, and those below the process `below`."""
+    """The live processes of this start, and those below the process `below` but for one that waits for the driver."""
     recorded = [process for process in (current.guard, current.engine, *current.tree) if process]
     session = current.engine.pid if current.engine else None
     # Named anew after each try on a port that was taken.
     logs = {directory.log_file, *directory.path.glob("vllm*.log")}
     found = tree_of(recorded, session, logs, current.nonce)
     more = descendants(below) if below is not None else []
+    more = [stat for stat in more if stat.pid != nvml.asker()]
     return list({stat.identity: stat for stat in (*found, *more)}.values())
 
 

@@ -132,8 +132,7 @@ class Supervisor:
         )
         if isinstance(claim, gpus.Shortage):
             reason = "no_gpu" if claim.waiting_helps else "too_few_gpus"
-            why = "" if listed else f" {gpus.driver_status()}"
-            return End(state.FAILED, reason, f"{claim}{why}")
+            return End(state.FAILED, reason, await asyncio.to_thread(gpus.explain, claim, listed))
         self.lock_fds = claim.fds
         self.gpus_before = tuple(gpu for gpu in listed if gpu.uuid in claim.uuids)
         reads_uuids = bool(self.spec.command) or inspect(self.order.python).reads_gpu_uuids
@@ -213,10 +212,13 @@ class Supervisor:
     async def memory_not_back(self) -> list[str]:
         """The driver needs a moment to free a killed process's memory; what stays is named."""
         deadline = time.monotonic() + MEMORY_S
-        before = self.gpus_before
-        while before and (
-            held := gpus.memory_returned(before, await asyncio.to_thread(gpus.list_gpus))
-        ):
+        while self.gpus_before:
+            # No longer: who asked for the stop waits for it.
+            patience = max(1.0, deadline - time.monotonic())
+            after = await asyncio.to_thread(gpus.list_gpus, timeout=patience)
+            held = gpus.memory_returned(self.gpus_before, after)
+            if not held:
+                break
             if time.monotonic() > deadline:
                 return [f"GPU memory has not come back: {item}" for item in held]
             await asyncio.sleep(0.25)

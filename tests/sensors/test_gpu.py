@@ -13,7 +13,7 @@ import pytest
 
 from airflow_provider_vllm import GpuAvailableSensor
 from airflow_provider_vllm.exceptions import InvalidInput
-from tests.fakes.nvml import GIB, FakeGpu, NvmlStub
+from tests.fakes.nvml import CRASHES, GIB, FakeGpu, NvmlStub
 
 # The stub has to be in place before the process starts.
 POKE = """
@@ -77,6 +77,16 @@ def test_a_worker_without_a_driver_fails_at_once_and_says_so(tmp_path: Path) -> 
     said = poke(None, tmp_path / "vllm")
     assert said.startswith("NoFreeGpu: ")
     assert "libnvidia-ml" in said or "driver" in said
+
+
+def test_a_driver_that_does_not_answer_is_not_taken_for_too_few_gpus(
+    stub: NvmlStub, tmp_path: Path
+) -> None:
+    stub.write(FakeGpu("GPU-a"), init_result=CRASHES)
+    said = poke(stub, tmp_path / "vllm")
+    assert said.startswith("NoFreeGpu: 1 GPU(s) asked for, and none can be had: the process that")
+    assert said.endswith("on this worker. Mend that, or send the task to another queue.")
+    assert "what this host has" not in said
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from airflow_provider_vllm.server import gpus
+from airflow_provider_vllm.server import gpus, launch, nvml, postmortem, remains, supervisor
 from airflow_provider_vllm.server.gpus import Gpu, GpuProcess, Shortage
+from airflow_provider_vllm.server.state import GenerationDir, ServerState
 from tests.fakes.nvml import CRASHES, HANGS, FakeGpu, FakeMig, NvmlStub
 
 GIB = 1024**3
@@ -154,23 +155,26 @@ def test_a_driver_that_does_not_start_is_named(
 def test_a_wedged_driver_holds_nothing_up(stub: NvmlStub, ask: Asker) -> None:
     """One process is left with it, and no second one while the first is there."""
     stub.write(FakeGpu("GPU-a"), init_result=HANGS)
-    ask("setattr(gpus.nvml, 'TIMEOUT_S', 1.0)")
-    assert ask("gpus.list_gpus()") == []
+    assert ask("gpus.list_gpus(timeout=1.0)") == []
+    pid = ask("gpus.nvml._asker.pid")
     said = ask("gpus.driver_status()")
     assert said.startswith("the NVIDIA driver does not answer (")
     assert "dmesg" in said
     assert ask("gpus.driver_present()") is True, "a server is not sent to the CPU for it"
+    ask("gpus.nvml._asker.wait()")
+    assert ask("gpus.driver_present()") is True
+    assert ask("gpus.nvml._asker.pid") == pid, "a start asks several times, and waits once"
     stub.write(FakeGpu("GPU-a"))  # it answers again, and what waited is gone
-    ask("gpus.nvml._stuck.wait()")
+    ask("setattr(gpus.nvml, '_not_before', 0.0)")
     assert [gpu["uuid"] for gpu in ask("gpus.list_gpus()")] == ["GPU-a"]
 
 
 def test_while_one_process_is_stuck_no_other_is_started(stub: NvmlStub, ask: Asker) -> None:
     stub.write(FakeGpu("GPU-a"))
-    ask("setattr(gpus.nvml, '_stuck', gpus.nvml.subprocess.Popen(['sleep', '60']))")
-    pid = ask("gpus.nvml._stuck.pid")
+    ask("setattr(gpus.nvml, '_asker', gpus.nvml.subprocess.Popen(['sleep', '60']))")
+    pid = ask("gpus.nvml.asker()")
     assert f"process {pid} still waits" in ask("gpus.driver_status()")
-    ask("(gpus.nvml._stuck.kill(), gpus.nvml._stuck.wait())")
+    ask("(gpus.nvml._asker.kill(), gpus.nvml._asker.wait())")
     assert ask("gpus.driver_present()") is True
     assert [gpu["uuid"] for gpu in ask("gpus.list_gpus()")] == ["GPU-a"]
 
@@ -178,7 +182,79 @@ def test_while_one_process_is_stuck_no_other_is_started(stub: NvmlStub, ask: Ask
 def test_a_library_that_crashes_takes_nothing_along(stub: NvmlStub, ask: Asker) -> None:
     stub.write(FakeGpu("GPU-a"), init_result=CRASHES)
     assert ask("gpus.list_gpus()") == []
-    assert "broke off when it was asked: exit status -6" in ask("gpus.driver_status()")
+    assert "broke off (exit status -6); see" in ask("gpus.driver_status()")
+    assert ask("gpus.driver_present()") is True, "a server is not sent to the CPU for it"
+
+
+def test_a_python_that_does_not_know_its_executable(stub: NvmlStub, ask: Asker) -> None:
+    stub.write(FakeGpu("GPU-a"))
+    for name in (None, ""):
+        ask(f"setattr(gpus.nvml.sys, 'executable', {name!r})")
+        assert f"({name!r} could not be started" in ask("gpus.driver_status()")
+
+
+def test_who_asks_the_driver_sees_no_secret(
+    stub: NvmlStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.write(FakeGpu("GPU-a"), init_result=HANGS)
+    monkeypatch.setenv("AIRFLOW__CORE__FERNET_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    ask = Asker(stub.environ)
+    ask("setattr(gpus.nvml.subprocess.Popen, 'kill', lambda self: None)")
+    ask("gpus.list_gpus(timeout=1.0)")
+    environ = Path(f"/proc/{ask('gpus.nvml.asker()')}/environ").read_bytes()
+    ask("gpus.nvml._asker.send_signal(9)")
+    ask.close()
+    assert b"LD_LIBRARY_PATH=" in environ
+    assert b"secret" not in environ
+
+
+def test_a_task_that_is_ended_while_the_driver_hangs_ends_who_asks(stub: NvmlStub) -> None:
+    stub.write(FakeGpu("GPU-a"), init_result=HANGS)
+    script = """
+import os, signal, threading, time
+from airflow_provider_vllm.server import nvml
+class Ended(Exception): pass
+def end(*_): raise Ended
+def kill():
+    while nvml.asker() is None: time.sleep(0.05)
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGUSR1)
+signal.signal(signal.SIGUSR1, end)
+threading.Thread(target=kill).start()
+try: nvml.read()
+except Ended: print(nvml._asker.wait(5))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **stub.environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "-9\n", done.stderr
+
+
+def test_who_asks_the_driver_is_no_process_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = GenerationDir(tmp_path / "root" / "servers" / "s" / "1-abc")
+    current = ServerState(server_id="s", generation=1, nonce="abc", host="h", pid_namespace="n")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            pids = [stat.pid for stat in remains.find(directory, current, os.getpid())]
+            assert child.pid in pids
+            monkeypatch.setattr(nvml, "_asker", child)
+            pids = [stat.pid for stat in remains.find(directory, current, os.getpid())]
+            assert child.pid not in pids
+        finally:
+            child.kill()
+
+
+def test_those_who_wait_for_one_who_waits_for_the_driver_have_more_time() -> None:
+    assert launch.SUPERVISOR_S >= nvml.TIMEOUT_S + 30
+    assert postmortem.DRIVER_S <= supervisor.DIAGNOSIS_S / 3
+    assert nvml.AGAIN_S > postmortem.DRIVER_S
 
 
 def test_without_a_driver_nothing_is_listed_and_the_reason_is_said(tmp_path: Path) -> None:

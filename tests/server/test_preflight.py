@@ -174,8 +174,13 @@ def test_more_gpus_than_this_worker_has(worker: Worker, model: Path) -> None:
     found = worker.check(model, gpu(), gpus=2)
     assert found[0].check == "gpu-count"
     assert "2 GPU(s) asked for, 1 can be had" in found[0].message
-    found = worker.check(model, gpus=1)
-    assert ("gpu-count", "error") in ids(found)
+    (first, *_) = worker.check(model, gpus=1)  # none is listed: what the driver says, and no number
+    assert (first.check, first.level) == ("gpus", "error")
+    assert first.message.startswith("1 GPU(s) asked for, and none can be had: ")
+    with pytest.raises(PreflightFailed) as caught:
+        preflight.enforce([first], "fail")
+    assert caught.value.diagnosis
+    assert caught.value.diagnosis["group"] == "environment"
     found = worker.check(model, gpu(), gpus=("GPU-x",))
     assert "GPU-x: not a GPU of this worker" in found[0].message
 
