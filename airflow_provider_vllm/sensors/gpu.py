@@ -21,7 +21,7 @@ class GpuAvailableSensor(BaseSensorOperator):
 
     Free means: no server of this provider holds its lock. Nothing is reserved: a start that comes
     later takes the lock itself, and is rescheduled when somebody was faster. Fails at once on a
-    worker that has fewer GPUs, or no driver.
+    worker that has fewer GPUs, no driver, or one that does not answer.
     """
 
     ui_color = "#e8f0d8"

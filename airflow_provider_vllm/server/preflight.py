@@ -46,6 +46,8 @@ _GROUPS = {
     "lora": "request",
 }
 
+_OF_THE_DEVICE = ("build", "memory", "context-length")
+
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +77,11 @@ def check(
         "limits": lambda: host.limit_findings(Options.of(spec.engine_args).workers),
         "model": lambda: _model_findings(spec, chosen, child, deadline),
     }
-    found = [*gpu_findings, *_together(checks, deadline + GRACE_S)]
+    others = _together(checks, deadline + GRACE_S)
+    if any(finding.level == "error" for finding in gpu_findings):
+        # Without its GPUs it was looked at as a server on the CPU, which it is not.
+        others = (finding for finding in others if finding.check not in _OF_THE_DEVICE)
+    found = [*gpu_findings, *others]
     return tuple(sorted(found, key=lambda finding: finding.level != "error"))
 
 

@@ -102,7 +102,7 @@ def start_error(current: ServerState, message: str, log_path: str, tail: str) ->
             f"The server {current.server_id} was stopped while it started: {message}. Its log on "
             f"{current.host} is {log_path}. See who stopped it; clear the task to start it again."
         )
-    lines = [f"vLLM did not become ready: {message}."]
+    lines = [f"vLLM did not become ready: {message.rstrip('.')}."]
     diagnosis = dict(current.diagnosis) if current.diagnosis else None
     lines.append(
         f"Exit status: {current.exit_status}, stage: {current.stage or current.state}, "
