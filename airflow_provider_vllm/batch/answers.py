@@ -13,9 +13,10 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch.api import ITEM_FIELDS, NOT_READABLE, answers_of
+from airflow_provider_vllm.batch.api import ITEM_FIELDS, MOST_TOKENS, NOT_READABLE, answers_of
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
 from airflow_provider_vllm.batch.plain import plain_answer
+from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.exceptions import BatchFailed
 
@@ -114,7 +115,9 @@ def tokens_of(body: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     known = type(prompt) is int and type(completion) is int
-    return (prompt, completion) if known else (0, 0)
+    if not known or min(prompt, completion) < 0 or max(prompt, completion) > MOST_TOKENS:
+        return 0, 0
+    return prompt, completion
 
 
 def check_output(body: dict[str, Any], check: Check) -> str | None:
@@ -147,8 +150,8 @@ def _cut_off(row: Row, body: dict[str, Any]) -> str | None:
 def still_keeps(line: bytes, check: Check) -> bool:
     """Whether the answer in a line of the results keeps to a schema."""
     try:
-        body = loads(line)["response"]["body"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        body = value_of(line)["response"]["body"]
+    except (ValueError, KeyError, TypeError):
         return False
     return check_output(body, check) is None
 

@@ -98,6 +98,8 @@ PROBES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "1", "max_output_tokens": 16},
 }
 
+MOST_TOKENS = 1 << 40  # of one answer; what says more is no count
+
 NOT_READABLE = (KeyError, TypeError, AttributeError, StopIteration)
 
 

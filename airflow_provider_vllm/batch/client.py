@@ -125,6 +125,15 @@ class Client:
             self._start_over()
         return good, others
 
+    def rest(self) -> tuple[list[tuple[Any, bytes]], list[Reply]]:
+        """What ended and was not told by `poll` yet; nothing is moved on."""
+        good: list[tuple[Any, bytes]] = []
+        others, self._unsent = self._unsent, []
+        with contextlib.suppress(*FAULTS):
+            _, ended, failed = self._multi.info_read(UNLIMITED)
+            self._end(ended, failed, good, others)
+        return good, others
+
     def _move(self, wait: float, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         multi, most = self._multi, max(BURST, len(self._busy) // 8)
         multi.perform()
@@ -139,12 +148,23 @@ class Client:
             multi.perform()
             _, ended, failed = multi.info_read(most)
             self._trickles = len(ended) < FEW < len(self._busy)
-        remove, free, end = multi.remove_handle, self._free.append, self._busy.pop
+        self._end(ended, failed, good, others)
+
+    def _end(
+        self,
+        ended: list[Any],
+        failed: list[Any],
+        good: list[tuple[Any, bytes]],
+        others: list[Reply],
+    ) -> None:
+        remove, free, end = self._multi.remove_handle, self._free.append, self._busy.pop
+        busy = self._busy
         for curl in ended:
             remove(curl)
-            transfer = end(curl)
+            transfer = busy[curl]
             chunks = transfer.chunks
-            body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            body = chunks[0] if len(chunks) == 1 else b"".join(chunks)  # while it is still busy
+            end(curl)
             chunks.clear()
             if (status := curl.getinfo(RESPONSE_CODE)) == 200:
                 good.append((transfer.tag, body))

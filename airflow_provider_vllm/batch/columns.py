@@ -30,6 +30,7 @@ from airflow_provider_vllm.batch.parquet_tables import (
     parquet_tables,
     pyarrow_for_output,
 )
+from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
 from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -102,7 +103,7 @@ def columns_of_records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator
 def ends(journal: Journal, rows: int) -> Iterator[End]:
     """Answer and error of every row, one of them null."""
     for record in results.records(journal, rows):
-        line = orjson.loads(record.line)
+        line = value_of(record.line)
         if record.outcome == "ok":
             yield answer_of(line["response"]["body"]), None
         else:

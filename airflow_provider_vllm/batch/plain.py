@@ -9,12 +9,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS
+from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, MOST_TOKENS
+
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class Usage(msgspec.Struct, gc=False, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens = 0
 
 
 class Message(msgspec.Struct, gc=False):

@@ -7,10 +7,13 @@ line in the results or errors file and the key is 16 hex digits. A position is
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import orjson
 
 from airflow_provider_vllm.exceptions import JournalFailed
 
@@ -44,6 +47,14 @@ def custom_id_of(line: bytes) -> bytes:
     """The custom id in the JSON of a good record, as JSON; see `answers.HEAD`."""
     start = line.find(ID_MARK) + len(ID_MARK)
     return line[start : line.find(RESPONSE_MARK, start)]
+
+
+def value_of(line: bytes) -> Any:
+    """The JSON of a record. A number that no double holds, which servers may send, is infinite."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line)
 
 
 def scan(path: Path) -> Iterator[tuple[int, list[bytes]]]:

@@ -25,7 +25,7 @@ import orjson
 from airflow_provider_vllm.batch import disk
 from airflow_provider_vllm.batch.api import answer_of
 from airflow_provider_vllm.batch.journal import Journal
-from airflow_provider_vllm.batch.records import Record
+from airflow_provider_vllm.batch.records import Record, value_of
 from airflow_provider_vllm.batch.sources import ToPath, is_local
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -205,7 +205,7 @@ def read_answers(journal: Journal, rows: int) -> tuple[list[Any], list[dict[str,
     answers: list[Any] = []
     errors: list[dict[str, Any]] = []
     for record in records(journal, rows):
-        line = orjson.loads(record.line)
+        line = value_of(record.line)
         if record.outcome == "ok":
             answers.append(answer_of(line["response"]["body"]))
         else:

@@ -47,7 +47,7 @@ from airflow_provider_vllm.batch.signals import (
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import backoff
-from airflow_provider_vllm.batch.waiting import SUSPECT_DEATHS, Waiting
+from airflow_provider_vllm.batch.waiting import SKIPS_PER_TURN, SUSPECT_DEATHS, Waiting
 from airflow_provider_vllm.exceptions import BatchFailed
 
 POLL = 0.05
@@ -107,6 +107,8 @@ class Sender(threading.Thread):
         try:
             self._client = self._connect(self._endpoint)
             self._loop()
+            if self._client is not None:  # what has come whole is kept
+                self._settle(*self._client.rest())
         except (OSError, EOFError, zlib.error) as error:
             self._failure = BatchFailed(f"the input cannot be read on: {error}")
         except BaseException as error:
@@ -133,9 +135,13 @@ class Sender(threading.Thread):
             now = time.monotonic()
             if now >= self._tune_at:
                 self._tune(now)
+            read = self.stats.read
             if not self._paused:
                 self._fill(self._client, now)
-            settle(*self._client.poll(POLL))
+            skipped = (
+                self._idle and self.stats.read > read
+            )  # all that were read are answered or bad
+            settle(*self._client.poll(0.0 if skipped else POLL))
             flush()
             if self._idle and not self._waiting:
                 return
@@ -187,9 +193,11 @@ class Sender(threading.Thread):
     def _fill_with_new(self, client: Client) -> None:
         """The usual case, without a call for each step."""
         send, stats = client.send, self.stats
-        while (room := stats.limit - stats.in_flight) > 0:
+        left = SKIPS_PER_TURN  # none of them may be sent
+        while (room := min(stats.limit - stats.in_flight, left)) > 0:
             if not (rows := self._waiting.take_new(room, self._idle)):
                 return
+            left -= len(rows)
             for row in rows:
                 if type(row) is Row:
                     stats.in_flight += 1
@@ -371,6 +379,7 @@ class Sender(threading.Thread):
     def _give_up(self, reason: str) -> None:
         """The server is lost: what it had goes back; rows that saw two losses are suspect."""
         assert self._client is not None
+        self._settle(*self._client.rest())
         hit = [row for tag in self._client.abort() for row in (tag if type(tag) is list else [tag])]
         for row, reply in self._doubtful:
             if classify(reply) is Kind.UNSENT:

@@ -205,21 +205,22 @@ def reads_fast(sources: Sequence[Source]) -> bool:
 
 def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
     """Lines without their ends; blank lines only where another line follows."""
-    number, blanks, name, limit = 0, 0, source.name, min(spec.max_row_bytes, sys.maxsize - 2)
+    number, blanks, name, limit = 0, 0, source.name, min(spec.max_row_bytes, sys.maxsize - 8)
     most = limit + 2
     try:
         with source.open() as file:
             readline = file.readline
-            while line := readline(most):
+            first = readline(most + len(BOM)).removeprefix(BOM)
+            while line := first or readline(most):
                 number += 1
-                if number == 1 and line.startswith(BOM):
-                    line = line[3:]
+                first = b""
                 item: bytes | RecordError = line.strip(BLANK)
-                if len(line) >= most and line[-1:] != b"\n":
-                    size = len(line)
-                    while (rest := readline(BLOCK)) and not rest.endswith(b"\n"):
+                if len(line) >= most and (len(line) > most or line[-1:] != b"\n"):
+                    size, rest = len(line), line
+                    while rest and rest[-1:] != b"\n":
+                        rest = readline(BLOCK)
                         size += len(rest)
-                    text = f"the line has {(size + len(rest)) / 1e6:.1f} MB; {_most(limit)}"
+                    text = f"the line has {size / 1e6:.1f} MB; {_most(limit)}"
                     item = RecordError("row_too_long", text)
                 elif not item:
                     blanks += 1

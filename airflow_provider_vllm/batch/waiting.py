@@ -17,7 +17,7 @@ from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.signals import Stats
 from airflow_provider_vllm.batch.sources import Record
 
-SKIPS_PER_TURN = 5000
+SKIPS_PER_TURN = 1000
 SUSPECT_DEATHS = 2
 
 

@@ -26,6 +26,7 @@ from airflow_provider_vllm.batch.api import (
 )
 from airflow_provider_vllm.batch.packing import split
 from airflow_provider_vllm.batch.plain import plain_answer
+from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.row import Row
 
 GOOD = {
@@ -82,6 +83,8 @@ ONE = GOOD["choices"]
         (CHAT, {"choices": ONE, "usage": {"prompt_tokens": True, "completion_tokens": 3}}, False),
         (CHAT, {"choices": ONE, "usage": {"prompt_tokens": 1.5}}, False),
         (CHAT, {"choices": ONE, "usage": [1]}, False),
+        (CHAT, {"choices": ONE, "usage": {"prompt_tokens": 2**63, "completion_tokens": 3}}, False),
+        (CHAT, {"choices": ONE, "usage": {"prompt_tokens": -1, "completion_tokens": 3}}, False),
         (CHAT, {"choices": ONE, "id": 5}, False),
         (CHAT, {"choices": [{"message": {"content": [{"type": "text"}]}}]}, False),
         (CHAT, TEXT, False),
@@ -214,3 +217,11 @@ def test_details_of_any_kind_are_no_error() -> None:
     row = Row(0, "a", "/v1/chat/completions", b"{}", b"0" * 16)
     with pytest.raises(InvalidOutput, match="wrong"):
         answer(row, SAID + b'"incomplete_details":"x"}', lambda text: "wrong")
+
+
+def test_a_number_that_no_double_holds_spoils_no_record() -> None:
+    raw = b'{"choices":[{"message":{"content":"x"}}],"more":1e400}'
+    head, body, *_ = answer(row(), raw)
+    line = value_of((head + body + TAIL).split(b" ", 5)[5])
+    assert line["response"]["body"]["more"] == float("inf")
+    assert answer_of(line["response"]["body"]) == "x"

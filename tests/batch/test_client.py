@@ -23,7 +23,7 @@ import pytest
 from aiohttp import web
 
 from airflow_provider_vllm.batch.answers import Kind, classify
-from airflow_provider_vllm.batch.client import Client, Reply, most_connections, request
+from airflow_provider_vllm.batch.client import BURST, Client, Reply, most_connections, request
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
@@ -53,6 +53,42 @@ def one_failure(base_url: str, timeout: float = 5, body: bytes = BODY) -> Reply:
     client.close()
     assert not good
     return others[0]
+
+
+def test_what_ended_and_was_not_told_is_the_rest() -> None:
+    count = 3 * BURST
+    with ThreadedEndpoint(Behaviour(latency=0.5)) as server:
+        client = Client(Endpoint(server.base_url, "tiny"), 10, count)
+        for tag in range(count):
+            client.send(CHAT, BODY, tag)
+        while server.behaviour.running < count:
+            assert client.poll(0.01) == ([], []), "no reply may come before all are asked for"
+        until(lambda: server.behaviour.running == 0)
+        first, others = client.poll(1.0)
+        rest, more = client.rest()
+        unread = client.abort()
+        client.close()
+    assert not (others or more)
+    assert len(first) <= BURST < len(first) + len(rest)
+    assert sorted([*(tag for tag, _ in (*first, *rest)), *unread]) == list(range(count))
+
+
+class TooLarge(list[bytes]):
+    def __len__(self) -> int:
+        raise MemoryError
+
+
+def test_a_reply_that_memory_cannot_hold_is_the_end_of_its_request(
+    server: ThreadedEndpoint,
+) -> None:
+    client = Client(Endpoint(server.base_url, "tiny"), 10)
+    client.send(CHAT, BODY, "tag")
+    (transfer,) = client._busy.values()
+    transfer.chunks = TooLarge()
+    good, others = poll_until_done(client, 1)
+    client.close()
+    assert not good
+    assert [reply.tag for reply in others] == ["tag"]
 
 
 def test_connections_are_kept(server: ThreadedEndpoint) -> None:

@@ -12,6 +12,7 @@ import pytest
 from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.source import RecordError
 from airflow_provider_vllm.batch.sources import find_sources, local_path, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
@@ -306,3 +307,17 @@ def test_the_format_may_be_named(tmp_path: Path, format: str) -> None:
     path = tmp_path / "no-suffix"
     path.write_text('"a"\n')
     assert prompts(spec(path, input_format=format)) == ["a" if format == "jsonl" else '"a"']
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("size", [1023, 1024, 1025, 1026, 1027, 1028, 1029, 1030, 5000])
+def test_a_first_line_of_any_length_is_one_record(
+    tmp_path: Path, mark: bytes, end: bytes, size: int
+) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(mark + b"x" * size + (end and b"\nlast\n"))
+    one = spec(path, max_row_bytes=1024)
+    first, *others = records(one, find_sources(one, local_path))
+    assert (first[1], isinstance(first[2], RecordError)) == (1, size > 1025)
+    assert [(line, value) for _, line, value in others] == ([(2, "last")] if end else [])

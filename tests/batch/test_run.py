@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from airflow_provider_vllm.batch.ahead import Direct
+from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
-from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
+from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, until, write_rows
 from tests.fakes.endpoint import ThreadedEndpoint
 
 
@@ -322,3 +328,20 @@ def test_a_malformed_answer_is_an_error_row_and_harms_no_other(tmp_path: Path) -
         http.shutdown()
         thread.join()
         http.server_close()
+
+
+def test_a_sender_of_bad_rows_alone_can_be_stopped(
+    server: ThreadedEndpoint, tmp_path: Path
+) -> None:
+    """An input without an end, so that only a stop ends it."""
+    spec = BatchSpec(prompts=["a"], max_error_rate=1)
+    journal = Journal(tmp_path / "journal")
+    journal.open()
+    endless = Direct(itertools.repeat(("in.jsonl", 1, b"no JSON")))
+    endpoint = Endpoint(server.base_url, "tiny")
+    sender = Sender(spec, endless, RowMaker(spec, "tiny"), journal, None, endpoint, total=None)
+    sender.start()
+    until(lambda: sender.stats.done > 2000)
+    sender.stop(timeout=10)
+    journal.close()
+    assert not sender.is_alive()
