@@ -34,11 +34,12 @@ FLAGS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"]
 NAME = "m"
 
 
-def environment() -> dict[str, str]:
-    """What vLLM's CPU build needs; two variables of some build machines break it."""
+def environment(scratch: str) -> dict[str, str]:
+    """What vLLM's CPU build needs; two variables of some build machines break it. In `scratch` it may leave files."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
     return {
         **kept,
+        "TMPDIR": scratch,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -59,9 +60,9 @@ def vllm_server(python: str, model: str) -> Iterator[tuple[str, float]]:
     command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += [*FLAGS, "--disable-uvicorn-access-log"]
     began = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, env=environment(), stdout=log, stderr=log, start_new_session=True
+            command, env=environment(scratch), stdout=log, stderr=log, start_new_session=True
         )
         url = f"http://127.0.0.1:{port}"
         try:
@@ -142,7 +143,12 @@ def run_batch_job(python: str, model: str, source: Path, folder: Path) -> dict[s
     command += ["--served-model-name", NAME, *FLAGS]
     began = time.perf_counter()
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, check=False, cwd=folder
+        command,
+        env=environment(str(folder)),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
     )
     whole = time.perf_counter() - began
     speeds = re.findall(r"([\d.]+)\s*(req/s|it/s|s/req|s/it)", done.stderr + done.stdout)
