@@ -80,18 +80,18 @@ class Job:
             server=self._endpoint.fingerprint,
             spelling=Spelling(self._log),
         )
+        short = may_pack and self._starts_short()
+        read = Direct if reads_fast(self._checked.sources) else Ahead  # which begins at once
         sender = Sender(
             spec,
-            (Direct if reads_fast(self._checked.sources) else Ahead)(
-                records(spec, self._checked.sources)
-            ),
+            read(records(spec, self._checked.sources)),
             maker,
             journal,
             self._resumed.earlier,
             self._endpoint,
             total=total,
             may_pack=may_pack,
-            short=may_pack and self._starts_short(),
+            short=short,
             check=checker(spec.output_schema),
         )
         if spec.concurrency != "auto" and sender.stats.limit < spec.concurrency:
