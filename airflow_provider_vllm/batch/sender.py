@@ -193,7 +193,7 @@ class Sender(threading.Thread):
     def _fill_with_new(self, client: Client) -> None:
         """The usual case, without a call for each step."""
         send, stats = client.send, self.stats
-        left = SKIPS_PER_TURN  # none of them may be sent
+        left = SKIPS_PER_TURN  # bad rows make no one wait for room
         while (room := min(stats.limit - stats.in_flight, left)) > 0:
             if not (rows := self._waiting.take_new(room, self._idle)):
                 return
