@@ -107,8 +107,8 @@ class Sender(threading.Thread):
         try:
             self._client = self._connect(self._endpoint)
             self._loop()
-            if self._client is not None:  # what has come whole is kept
-                self._settle(*self._client.rest())
+            if self._client is not None:
+                self._settle_rest(self._client)
         except (OSError, EOFError, zlib.error) as error:
             self._failure = BatchFailed(f"the input cannot be read on: {error}")
         except BaseException as error:
@@ -138,9 +138,8 @@ class Sender(threading.Thread):
             read = self.stats.read
             if not self._paused:
                 self._fill(self._client, now)
-            skipped = (
-                self._idle and self.stats.read > read
-            )  # all that were read are answered or bad
+            # Where all that were read are answered or bad, there are more to read at once.
+            skipped = self._idle and self.stats.read > read
             settle(*self._client.poll(0.0 if skipped else POLL))
             flush()
             if self._idle and not self._waiting:
@@ -249,6 +248,11 @@ class Sender(threading.Thread):
             else:
                 stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply)
+
+    def _settle_rest(self, client: Client) -> None:
+        """At an end: what has come whole is kept, and the watch, which knows, is told of no trouble."""
+        self._asked = True
+        self._settle(*client.rest())
 
     def _settle_wrong(self, row: Row, raw: bytes, error: NotAnAnswer | InvalidOutput) -> None:
         """Status 200, but no answer, or one that breaks the schema."""
@@ -379,7 +383,7 @@ class Sender(threading.Thread):
     def _give_up(self, reason: str) -> None:
         """The server is lost: what it had goes back; rows that saw two losses are suspect."""
         assert self._client is not None
-        self._settle(*self._client.rest())
+        self._settle_rest(self._client)
         hit = [row for tag in self._client.abort() for row in (tag if type(tag) is list else [tag])]
         for row, reply in self._doubtful:
             if classify(reply) is Kind.UNSENT:

@@ -7,14 +7,18 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airflow_provider_vllm.batch.ahead import Direct
+from airflow_provider_vllm.batch.client import Reply
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.sender import Sender
+from airflow_provider_vllm.batch.signals import NeedServer
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, until, write_rows
@@ -345,3 +349,40 @@ def test_a_sender_of_bad_rows_alone_can_be_stopped(
     sender.stop(timeout=10)
     journal.close()
     assert not sender.is_alive()
+
+
+class Losing:
+    """A client of a lost server: one failure was not told yet."""
+
+    def __init__(self, failed: Reply) -> None:
+        self.failed = failed
+
+    def rest(self) -> tuple[list[Any], list[Reply]]:
+        return [], [self.failed]
+
+    def abort(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_loss_is_told_once_whatever_else_had_failed(tmp_path: Path) -> None:
+    """A second word of it would have the watch give up the server again, when there is none."""
+    spec = BatchSpec(prompts=["a"])
+    journal = Journal(tmp_path / "journal")
+    journal.open()
+    record = ("prompts", 1, "a")
+    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
+    maker = RowMaker(spec, "tiny")
+    sender = Sender(spec, Direct(iter([record])), maker, journal, None, endpoint, total=1)
+    (row,) = sender._waiting.take_new(1, True)
+    assert isinstance(row, Row)
+    sender.stats.in_flight = 1
+    sender._client = Losing(Reply(row, 500, b"", 0, "", 0.0))  # type: ignore[assignment]
+    sender._give_up("it died")
+    journal.close()
+    assert isinstance(sender.events.get_nowait(), NeedServer)
+    assert sender.events.empty()
+    assert row.deaths == 1
+    assert sender._waiting.take(0.0, False) is row
