@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.models import INSTRUCT, TINY
 from scripts.set_up import MODELS, ROOT, gpu_present
+from tests import evidence
 from tests.leftovers import Snapshot, adopt_orphans
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+TEMPORARY = pytest.StashKey[Path]()  # all temporary folders of the tests are below it
 NO_GPU = pytest.mark.skip(reason="needs an NVIDIA GPU, and none is present")
 
 
@@ -38,6 +40,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("marked gpu, not run: no NVIDIA GPU here")
     for nodeid in not_run or ["none"]:
         terminalreporter.line(nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is printed with the servers that the test started: most are gone a moment later."""
+    report = yield
+    if report.failed and TEMPORARY in item.config.stash:
+        servers = evidence.of_servers(item.config.stash[TEMPORARY], call.start)
+        report.sections += [("servers", servers)] if servers else []
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    request.config.stash[TEMPORARY] = tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,13 @@ def start_up(plan: dict, attempt: int) -> None:
                 time.sleep(3600)
 
 
-async def serve(port: int, model: str, plan: dict, engine: subprocess.Popen[bytes]) -> None:
+async def serve(
+    port: int,
+    model: str,
+    plan: dict,
+    engine: subprocess.Popen[bytes],
+    worker: subprocess.Popen[bytes],
+) -> None:
     from aiohttp import web
 
     from tests.fakes.endpoint import BEHAVIOUR, Behaviour, build_app
@@ -151,6 +157,10 @@ async def serve(port: int, model: str, plan: dict, engine: subprocess.Popen[byte
             await with_timeout
         except asyncio.TimeoutError:
             continue
+    # As vLLM: while the handler is still there. Where guard and supervisor die, the kernel sends SIGTERM for each,
+    # and the second would end this process before its engine.
+    engine.kill()
+    worker.kill()
 
 
 def end(how: str, engine: subprocess.Popen[bytes]) -> None:
@@ -180,7 +190,7 @@ def main() -> None:
         daemon(plan["daemon"])
     try:
         start_up(plan, attempt_number(plan.get("counter")))
-        asyncio.run(serve(args.port, args.model, plan, engine))
+        asyncio.run(serve(args.port, args.model, plan, engine, worker))
     finally:
         engine.kill()
         worker.kill()
