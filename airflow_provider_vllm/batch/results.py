@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -174,14 +174,18 @@ def compressed(file: Any, gz: bool) -> Iterator[Any]:
 
 def write_errors(spec: BatchSpec, journal: Journal, rows: int, to_path: ToPath) -> str | None:
     """The errors file in input order; its path. Call only where there are errors."""
+    return write_error_lines(spec, lines(journal, rows, ok=False), to_path, journal.size())
+
+
+def write_error_lines(
+    spec: BatchSpec, found: Iterable[bytes], to_path: ToPath, need: int | None = None
+) -> str | None:
+    """The errors file of these lines; its path, None where a list of prompts has none."""
     text = errors_path(spec)
     if text is None:
         return None
-    with (
-        replacing(text, to_path, need=journal.size()) as file,
-        compressed(file, is_gz(text)) as out,
-    ):
-        for line in lines(journal, rows, ok=False):
+    with replacing(text, to_path, need=need) as file, compressed(file, is_gz(text)) as out:
+        for line in found:
             out.write(line + b"\n")
     return text
 

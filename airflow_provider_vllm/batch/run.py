@@ -19,6 +19,7 @@ from airflow_provider_vllm.batch.remote import journal_at
 from airflow_provider_vllm.batch.resume import resume
 from airflow_provider_vllm.batch.sources import ToPath, local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.unsendable import refuse_hopeless
 
 __all__ = ["BatchResult", "Checked", "check_inputs", "run_batch"]
 
@@ -42,8 +43,8 @@ def run_batch(
     `run` names what it belongs to: of two owners in one run, only one may write an output, unless they ask the same.
     Where nothing is left to send, `link` is not asked to connect.
     Blocks in the calling thread, which must be the one that signal handlers raise in. Raises
-    InvalidPrompts before anything is sent, BatchFailed (with the manifest) by the verdict rules,
-    ServerError where `link` cannot connect.
+    InvalidPrompts before anything is sent, BatchFailed by the verdict rules (with the manifest where a server was
+    asked), ServerError where `link` cannot connect.
     """
     checked = checked or check_inputs(spec, to_path=to_path, journal_dir=journal_dir, owner=owner)
     checked = replace(checked, owner=owner or checked.owner, run=run or checked.run)
@@ -58,6 +59,7 @@ def run_batch(
         if resumed.is_anything_left:
             if resumed.left is None:  # whose it is must be known while its server starts
                 journal.write_meta(resumed.meta)
+            refuse_hopeless(spec, checked, endpoint.model, to_path)
             planned, endpoint = endpoint, link.connect()
             judge = resumed.why and spec.on_changed_input == "fail"
             if judge or not endpoint.answers_like(planned):

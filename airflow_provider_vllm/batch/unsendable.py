@@ -1,0 +1,86 @@
+"""The rows of an input that cannot be sent, looked for before a server is started.
+
+Invariants: nothing is sent, and the journal is not written; an input whose first rows are good is not read on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from airflow_provider_vllm.batch import results
+from airflow_provider_vllm.batch.answers import bad_row_line
+from airflow_provider_vllm.batch.check import Checked
+from airflow_provider_vllm.batch.ledger import SAMPLES
+from airflow_provider_vllm.batch.row import BadRow
+from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.source import UNREADABLE
+from airflow_provider_vllm.batch.sources import ToPath, records
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.exceptions import BatchFailed
+
+LOOK = 10_000  # rows: some tenths of a second
+
+
+@dataclass
+class Found:
+    """`read` rows, of which `count` cannot be sent; the first `LOOK` of those are `rows`. `reason`: to fail."""
+
+    read: int = 0
+    count: int = 0
+    rows: list[BadRow] = field(default_factory=list)
+    reason: str | None = None
+
+
+def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPath) -> None:
+    """Raises BatchFailed where so many rows cannot be sent that the batch fails, whatever a server answers.
+
+    The message names the first of them, and the errors file where that holds all. Not judged is an input whose rows
+    are not counted (a remote file).
+    """
+    if (total := checked.extent.rows) is None:
+        return
+    try:
+        found = look(spec, checked, model, total)
+    except UNREADABLE:
+        return  # the sending comes to it too, and keeps what was answered until then
+    if found.reason is None:
+        return
+    first = " | ".join(f"{row.custom_id}: {row.text[:300]}" for row in found.rows[:SAMPLES])
+    parts = [
+        f"{found.reason}: they cannot be sent, and so no server was asked",
+        f"first errors: {first}",
+    ]
+    if found.read == total and found.count == len(found.rows):
+        path = results.write_error_lines(spec, map(bad_row_line, found.rows), to_path)
+        parts += [f"all errors: {path}"] if path else []
+    raise BatchFailed("; ".join(parts))
+
+
+def look(spec: BatchSpec, checked: Checked, model: str, total: int) -> Found:
+    """Read `LOOK` of `total` rows, and on for as long as too many are bad and nothing is certain."""
+    found = Found()
+    maker = RowMaker(spec, model, min(total, LOOK))
+    for row in maker.rows(records(spec, checked.sources)):
+        found.read += 1
+        if isinstance(row, BadRow):
+            found.count += 1
+            if found.count <= LOOK:
+                found.rows.append(row)
+        if found.read >= LOOK:
+            found.reason = _reason(spec, found, total)
+            if found.reason or found.count <= spec.max_error_rate * found.read:
+                return found
+    found.reason = _reason(spec, found, total)
+    return found
+
+
+def _reason(spec: BatchSpec, found: Found, total: int) -> str | None:
+    return reason_to_fail(
+        done=found.read,
+        errors=found.count,
+        total=total,
+        max_error_rate=spec.max_error_rate,
+        max_errors=spec.max_errors,
+        finished=found.read == total,
+    )
