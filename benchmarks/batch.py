@@ -72,12 +72,16 @@ def ceiling(folder: Path, port: int, connections: int, requests: int = 100_000) 
 
 
 def measure(kind: str, **job: Any) -> dict[str, Any]:
-    """One client in a fresh process."""
+    """One client in a fresh process; what it did goes to stderr at once, since a round of all takes minutes."""
     command = [sys.executable, "-m", "benchmarks.batch_clients", kind, json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, check=False)
     if done.returncode:
         raise SystemExit(f"{kind} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    what = f"{kind}, {found['rows']:,} rows, {job['in_flight']} in flight"
+    print(
+        f"    {what}: {found['rows'] / found['seconds']:,.0f} rows/s", file=sys.stderr, flush=True
+    )
     return found
 
 
