@@ -29,7 +29,7 @@ from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.batch.verdict import reason_to_fail, told
 from airflow_provider_vllm.batch.watch import Watch
 from airflow_provider_vllm.exceptions import BatchFailed, JournalFailed
 
@@ -230,13 +230,8 @@ class Job:
     def _failed(self, error: BatchFailed, sender: Sender, watch: Watch) -> BatchFailed:
         """The same failure with the counts, the first errors and what to do."""
         sender.stop()
-        errors_at = self._errors_at
-        manifest = self._manifest(sender, watch, errors_at, complete=False)
-        parts = [str(error)]
-        if sender.stats.samples:
-            parts.append("first errors: " + " | ".join(sender.stats.samples))
-        if errors_at:
-            parts.append(f"all errors: {errors_at}")
+        manifest = self._manifest(sender, watch, self._errors_at, complete=False)
+        parts = told(str(error), sender.stats.samples, self._errors_at)
         if not isinstance(error, JournalFailed):
             parts.append(
                 f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"

@@ -23,10 +23,8 @@ from airflow_provider_vllm.batch.records import END, Reader, head
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.signals import Server, Stats
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.batch.verdict import SAMPLES, reason_to_fail, sample
 from airflow_provider_vllm.exceptions import BatchFailed
-
-SAMPLES = 5
 
 
 class Ledger:
@@ -118,7 +116,7 @@ class Ledger:
         stats.done += 1
         stats.failed[outcome] += 1
         if len(stats.samples) < SAMPLES:
-            stats.samples.append(f"{row.custom_id}: {message[:300]}")
+            stats.samples.append(sample(row.custom_id, message))
         reason = reason_to_fail(
             done=stats.done,
             errors=stats.errors,

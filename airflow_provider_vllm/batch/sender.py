@@ -179,8 +179,7 @@ class Sender(threading.Thread):
     def _fill(self, client: Client, now: float) -> None:
         stats, waiting = self.stats, self._waiting
         if stats.pack == 1 and waiting.only_new:
-            room = stats.limit - stats.in_flight
-            if 0 < room < min(REFILL, stats.limit // 8) and now < self._filled + REFILL_S:
+            if self._few_fit(now):
                 return
             self._filled = now
             self._fill_with_new(client)
@@ -197,6 +196,12 @@ class Sender(threading.Thread):
                 self._send(client, self._gather(row, min(stats.pack, room), now))
             else:
                 self._send(client, [row])
+
+    def _few_fit(self, now: float) -> bool:
+        """Whether there is room for some new rows, and more room is worth a moment of waiting."""
+        room = self.stats.limit - self.stats.in_flight
+        few = 0 < room < min(REFILL, self.stats.limit // 8)
+        return few and now < self._filled + REFILL_S
 
     def _fill_with_new(self, client: Client) -> None:
         """The usual case, without a call for each step."""

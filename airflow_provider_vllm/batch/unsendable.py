@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.answers import bad_row_line
 from airflow_provider_vllm.batch.check import Checked
-from airflow_provider_vllm.batch.ledger import SAMPLES
 from airflow_provider_vllm.batch.row import BadRow
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.batch.verdict import SAMPLES, reason_to_fail, sample, told
 from airflow_provider_vllm.exceptions import BatchFailed
 
 LOOK = 10_000  # rows: some tenths of a second
@@ -46,15 +45,12 @@ def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPa
         return  # the sending comes to it too, and keeps what was answered until then
     if found.reason is None:
         return
-    first = " | ".join(f"{row.custom_id}: {row.text[:300]}" for row in found.rows[:SAMPLES])
-    parts = [
-        f"{found.reason}: they cannot be sent, and so no server was asked",
-        f"first errors: {first}",
-    ]
+    errors_at = None
     if found.read == total and found.count == len(found.rows):
-        path = results.write_error_lines(spec, map(bad_row_line, found.rows), to_path)
-        parts += [f"all errors: {path}"] if path else []
-    raise BatchFailed("; ".join(parts))
+        errors_at = results.write_error_lines(spec, map(bad_row_line, found.rows), to_path)
+    reason = f"{found.reason}: they cannot be sent, and so no server was asked"
+    first = [sample(row.custom_id, row.text) for row in found.rows[:SAMPLES]]
+    raise BatchFailed("; ".join(told(reason, first, errors_at)))
 
 
 def look(spec: BatchSpec, checked: Checked, model: str, total: int) -> Found:

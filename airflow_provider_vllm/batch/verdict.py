@@ -1,8 +1,11 @@
-"""Counts in, "go on" or the reason to fail out. Pure."""
+"""Counts in, "go on" or the reason to fail out, and how it is said. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 EARLY_ROWS = 50
+SAMPLES = 5  # failed rows that a message names
 
 
 def reason_to_fail(
@@ -28,6 +31,21 @@ def reason_to_fail(
         of = f"of {rows}" if finished else f"of the first {done} of {rows}"
         return f"{errors} {of} rows failed, more than max_error_rate={max_error_rate:g} allows"
     return None
+
+
+def sample(custom_id: str, message: str) -> str:
+    """One failed row in a message."""
+    return f"{custom_id}: {message[:300]}"
+
+
+def told(reason: str, samples: Iterable[str], errors_at: str | None) -> list[str]:
+    """The parts of a message: why the batch fails, on which rows first, and where all of them are."""
+    parts = [reason]
+    if first := " | ".join(samples):
+        parts.append(f"first errors: {first}")
+    if errors_at:
+        parts.append(f"all errors: {errors_at}")
+    return parts
 
 
 def backoff(attempt: int, *, jitter: float) -> float:

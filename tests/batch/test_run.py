@@ -17,7 +17,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
-from airflow_provider_vllm.batch.sender import Sender
+from airflow_provider_vllm.batch.sender import REFILL_S, Sender
 from airflow_provider_vllm.batch.signals import NeedServer
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
@@ -349,6 +349,45 @@ def test_a_sender_of_bad_rows_alone_can_be_stopped(
     sender.stop(timeout=10)
     journal.close()
     assert not sender.is_alive()
+
+
+class Sent:
+    """A client that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tags: list[Any] = []
+
+    def send(self, url: str, body: bytes, tag: Any) -> None:
+        self.tags.append(tag)
+
+
+@pytest.mark.parametrize(("limit", "group"), [(256, 16), (64, 8), (8, 1), (1, 1)])
+def test_new_rows_go_out_in_groups_but_none_waits_for_long(
+    tmp_path: Path, limit: int, group: int
+) -> None:
+    spec = BatchSpec(prompts=["a"], concurrency=limit, pack=1)
+    journal = Journal(tmp_path / "journal")
+    endless = Direct(itertools.repeat(("prompts", 1, "a")))
+    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
+    sender = Sender(spec, endless, RowMaker(spec, "tiny"), journal, None, endpoint, total=None)
+    client = Sent()
+
+    def fill(now: float, ended: int) -> int:
+        """How many go out at `now`, when so many have ended."""
+        client.tags.clear()
+        sender.stats.in_flight -= ended
+        sender._fill(client, now)  # type: ignore[arg-type]
+        return len(client.tags)
+
+    assert fill(100.0, 0) == limit
+    moment = 100.0 + REFILL_S / 2
+    if group > 1:
+        assert fill(moment, group - 1) == 0
+        assert fill(moment, 1) == group
+    else:
+        assert fill(moment, 1) == 1
+    later = moment + REFILL_S
+    assert fill(later, 1) == 1, "a row that is alone waits no longer than that"
 
 
 class Losing:
