@@ -1,24 +1,27 @@
 """How many rows in flight, and how many to a request: measured speed in, the next setting out.
 
-Hill climbing: the rate under the present setting is the baseline, one move at a time is tried, and
-kept when it is faster by `GAIN`. Pure: `now` and all counts are arguments. Invariants: a refusal (429,
-503) or a preemption shrinks at once; a queue on the server stops growth, and is shortened where that
-costs no speed; a trial that is no better is taken back.
+Hill climbing: one move at a time is tried, between two measurements of the present setting, and kept when
+it is faster by `GAIN`; a difference beyond `CLEAR` is believed at once. Pure: `now` and all counts are
+arguments. Invariants: a refusal (429, 503) or a preemption shrinks at once; a queue on the server stops
+growth, and is shortened where that costs no speed; a smaller limit has to beat the better of the two
+measurements, since one that fell into a slow moment of the machine would make anything look good.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-START = 128
+START = 256  # vLLM's own default for the rows that it runs at once
 MOST = 1024
 PACK = 16
 PACK_FROM = (
     150.0  # rows/s: below it the HTTP server is no bottleneck (about 1 ms of its CPU a request)
 )
 GAIN = 1.05
-NO_LOSS = 0.97  # what a smaller setting may cost when it only shortens the server's queue
+CLEAR = 1.25
+NO_LOSS = 0.99  # what a smaller setting may cost when it only shortens the server's queue
 WINDOW = 0.7
+BURSTS = 2  # equal rows that started together end together: a window is several times the limit
 LONGEST_WINDOW = 30.0
 HOLD = 20.0
 
@@ -44,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Where the climb is. `trial` is the setting that is tried against `setting`."""
+    """Where the climb is: `trial` is tried against `setting`, which gave `before` rows/s; it gave `tried`."""
 
     setting: Setting
     may_pack: bool
@@ -53,14 +56,15 @@ class Tuning:
     skip: int
     trial: Setting | None = None
     needed: float = GAIN
-    baseline: float | None = None
+    before: float | None = None
+    tried: float | None = None
     moves: tuple[str, ...] = ()
     hold_until: float = 0.0
     most: int = MOST
 
     @property
     def now_used(self) -> Setting:
-        return self.trial or self.setting
+        return self.trial if self.trial and self.tried is None else self.setting
 
 
 def begin(
@@ -88,19 +92,51 @@ def advance(tuning: Tuning, sample: Sample) -> Tuning:
     if sample.now < tuning.hold_until or not _enough(tuning.now_used, rows, seconds):
         return tuning
     rate = rows / seconds
-    if tuning.trial is None or tuning.baseline is None:
-        return _next_trial(replace(tuning, baseline=rate, trial=None), sample)
-    if rate >= tuning.baseline * tuning.needed:
-        again = ("double",) if tuning.trial.limit > tuning.setting.limit else ()
-        if tuning.trial.limit < tuning.setting.limit and tuning.needed == GAIN:
-            again = ("halve",)
-        better = replace(tuning, setting=tuning.trial, trial=None, baseline=rate)
-        return _next_trial(replace(better, moves=again + tuning.moves), sample)
-    # Taken back; the baseline is measured anew, since the rows' nature may drift.
-    return replace(
-        tuning, trial=None, baseline=None, since=sample, skip=tuning.now_used.limit,
+    if tuning.trial is None or tuning.before is None:
+        return _next_trial(replace(tuning, before=rate, trial=None), sample)
+    if tuning.tried is not None:
+        return _judged(tuning, sample, rate)
+    smaller = tuning.trial.limit < tuning.setting.limit
+    if rate >= tuning.before * CLEAR and not smaller:
+        return _accepted(tuning, sample, rate)
+    if rate * CLEAR <= tuning.before:
+        return _rejected(tuning, sample, None)
+    return replace(tuning, tried=rate, since=sample, skip=tuning.trial.limit)
+
+
+def _judged(tuning: Tuning, sample: Sample, after: float) -> Tuning:
+    """The trial against what its setting gave before and after it."""
+    assert tuning.trial and tuning.before and tuning.tried
+    smaller = tuning.trial.limit < tuning.setting.limit
+    present = max(tuning.before, after) if smaller else (tuning.before + after) / 2
+    if tuning.tried >= present * tuning.needed:
+        return _accepted(tuning, sample, None)
+    return _rejected(tuning, sample, after)
+
+
+def _accepted(tuning: Tuning, sample: Sample, rate: float | None) -> Tuning:
+    assert tuning.trial
+    again: tuple[str, ...] = ()
+    if tuning.trial.limit > tuning.setting.limit:
+        again = ("double",)
+    elif tuning.trial.limit < tuning.setting.limit and tuning.needed == GAIN:
+        again = ("halve",)
+    moves = again + tuning.moves
+    used = tuning.now_used.limit
+    better = replace(
+        tuning, setting=tuning.trial, trial=None, before=rate, tried=None, moves=moves,
+        since=sample, skip=used,
+    )  # fmt: skip
+    return better if rate is None else _next_trial(better, sample)
+
+
+def _rejected(tuning: Tuning, sample: Sample, rate: float | None) -> Tuning:
+    """On with the setting; its speed is measured anew where it just was not, since rows may drift."""
+    kept = replace(
+        tuning, trial=None, before=rate, tried=None, since=sample, skip=tuning.now_used.limit,
         hold_until=0.0 if tuning.moves else sample.now + HOLD,
     )  # fmt: skip
+    return kept if rate is None or not tuning.moves else _next_trial(kept, sample)
 
 
 def without_packs(tuning: Tuning, sample: Sample) -> Tuning:
@@ -108,7 +144,7 @@ def without_packs(tuning: Tuning, sample: Sample) -> Tuning:
     setting = Setting(tuning.setting.limit, 1)
     moves = tuple(move for move in tuning.moves if move != "pack")
     return replace(
-        tuning, setting=setting, trial=None, baseline=None, moves=moves, may_pack=False,
+        tuning, setting=setting, trial=None, before=None, tried=None, moves=moves, may_pack=False,
         since=sample, skip=setting.limit,
     )  # fmt: skip
 
@@ -116,7 +152,7 @@ def without_packs(tuning: Tuning, sample: Sample) -> Tuning:
 def _enough(setting: Setting, rows: int, seconds: float) -> bool:
     if seconds >= LONGEST_WINDOW:
         return rows > 0
-    return seconds >= WINDOW and rows >= max(50, setting.limit)
+    return seconds >= WINDOW and rows >= max(50, setting.limit * BURSTS)
 
 
 def _shrink(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
@@ -124,14 +160,14 @@ def _shrink(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
     used = tuning.now_used
     smaller = Setting(max(1, int(used.limit * factor)), used.pack)
     return replace(
-        tuning, setting=smaller, trial=None, baseline=None, since=sample, skip=used.limit,
+        tuning, setting=smaller, trial=None, before=None, tried=None, since=sample, skip=used.limit,
         moves=(), hold_until=sample.now + HOLD,
     )  # fmt: skip
 
 
 def _next_trial(tuning: Tuning, sample: Sample) -> Tuning:
     """Start the first move that makes sense, or hold when there is none."""
-    assert tuning.baseline is not None
+    assert tuning.before is not None
     moves = tuning.moves
     if not moves and sample.now >= tuning.hold_until and tuning.may_grow:
         moves = ("unqueue", "grow", "lessen")
@@ -146,24 +182,22 @@ def _next_trial(tuning: Tuning, sample: Sample) -> Tuning:
     return replace(tuning, moves=(), since=sample, hold_until=sample.now + HOLD)
 
 
-def _queued(sample: Sample, setting: Setting, *, part: int) -> bool:
-    """Whether more than a part of the rows in flight only wait on the server."""
-    return sample.waiting is not None and sample.waiting * part > setting.limit
+def _queued(sample: Sample, setting: Setting) -> bool:
+    """Whether more rows wait on the server than run there. Up to that, the queue is what keeps the engine full."""
+    return sample.waiting is not None and sample.waiting * 2 > setting.limit
 
 
 def _moved(tuning: Tuning, move: str, sample: Sample) -> Setting | None:
-    now = tuning.setting
+    now, queued = tuning.setting, _queued(sample, tuning.setting)
     if move == "pack":
-        fast = tuning.baseline is not None and tuning.baseline >= PACK_FROM
+        fast = tuning.before is not None and tuning.before >= PACK_FROM
         if now.pack == 1:
             return Setting(now.limit, PACK) if fast else None
         return Setting(now.limit, 1)
     if move == "unqueue":
-        if not _queued(sample, now, part=4):
-            return None
-        return Setting(max(8, now.limit - (sample.waiting or 0) * 4 // 5), now.pack)
+        shorter = max(8, now.limit - (sample.waiting or 0) * 4 // 5)
+        return Setting(shorter, now.pack) if queued else None
     if move in ("double", "grow"):
-        queued = _queued(sample, now, part=10)
         limit = min(tuning.most, now.limit * 2 if move == "double" else now.limit * 5 // 4 + 1)
         return Setting(limit, now.pack) if limit > now.limit and not queued else None
     limit = now.limit // 2 if move == "halve" else now.limit * 4 // 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,16 +89,74 @@ def test_a_queue_on_the_server_stops_growth_and_is_shortened() -> None:
         queued.waiting = max(0, queued.tuning.now_used.limit - 64)
         assert queued.tuning.now_used.limit <= tuning.START
         queued.run(1)
-    assert 64 <= queued.tuning.setting.limit <= 80
+    assert 64 <= queued.tuning.setting.limit <= 128, "as many may wait as run"
 
 
 def test_a_queue_that_feeds_the_engine_stays() -> None:
     """Fewer in flight would be slower: the queue is what keeps the batch full."""
-    fed = world(peak(128, 700))
+    fed = world(peak(tuning.START, 700))
     for _ in range(30):
-        fed.waiting = fed.tuning.now_used.limit // 2
+        fed.waiting = fed.tuning.now_used.limit * 2 // 3
         fed.run(1)
     assert fed.tuning.setting.limit == tuning.START
+
+
+class InStep:
+    """An engine that runs up to 128 rows of 8 tokens, in steps of uneven length: rows end in bursts."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now, self.done, self.queue = 0.0, 0, 0
+        self.running: list[int] = []
+
+    def step(self, limit: int) -> None:
+        self.queue += max(0, limit - len(self.running) - self.queue)
+        admitted = min(self.queue, 128 - len(self.running))
+        self.queue -= admitted
+        self.running += [8] * admitted
+        spent = 8 + 0.06 * len(self.running) + 1.2 * admitted
+        self.now += spent * self.random.lognormvariate(0, 0.15) / 1000
+        left = [tokens - 1 for tokens in self.running if tokens > 1]
+        self.done += len(self.running) - len(left)
+        self.running = left
+
+    def run(self, seconds: float, limit: int) -> int:
+        """Rows that end within the time at a fixed limit."""
+        until, before = self.now + seconds, self.done
+        while self.now < until:
+            self.step(limit)
+        return self.done - before
+
+
+def test_bursts_do_not_lead_it_astray() -> None:
+    """A window that holds one burst more or less is no news."""
+    best = max(InStep(99).run(60, limit) for limit in (64, 128, 256, 512))
+    parts = []
+    for seed in range(12):
+        server = InStep(seed)
+        climb = begin(Setting(tuning.START, 1), Sample(0, 0), may_pack=False, may_grow=True)
+        looked = 0.0
+        while server.now < 60:
+            server.step(climb.now_used.limit)
+            if server.now > looked + 0.1:
+                looked = server.now
+                climb = advance(climb, Sample(looked, server.done, waiting=server.queue))
+        parts.append(server.done / best)
+    assert statistics.mean(parts) >= 0.95
+    assert min(parts) >= 0.9
+
+
+def test_a_smaller_limit_has_to_beat_both_measurements_of_the_present_one() -> None:
+    """One of which fell into a slow moment; a larger one is compared with their mean."""
+    first = begin(Setting(200, 1), Sample(0, 0), may_pack=False, may_grow=True, most=200)
+    slow = advance(first, Sample(10, 5_000))
+    assert slow.trial == Setting(100, 1), "500 rows/s, and nothing larger may be tried"
+    slow = advance(advance(slow, Sample(11, 5_200)), Sample(21, 10_800))
+    assert slow.now_used == Setting(200, 1) and slow.tried == 560
+    slow = advance(slow, Sample(22, 11_000))
+    worse, better = Sample(32, 16_500), Sample(32, 15_900)
+    assert advance(slow, worse).setting == Setting(200, 1), "550 now: 560 was no gain"
+    assert advance(slow, better).setting == Setting(100, 1), "500 and 490: 560 is one"
 
 
 def test_refusals_shrink_below_what_is_refused_and_stay_near_it() -> None:
