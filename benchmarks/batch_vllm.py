@@ -54,18 +54,22 @@ def free_port() -> int:
 
 @contextmanager
 def vllm_server(python: str, model: str) -> Iterator[tuple[str, float]]:
-    """A server that is ready: its URL and the seconds that the start took."""
+    """A server that is ready: its URL and the seconds that the start took.
+
+    It has a session of its own, as the provider's servers have, unless `SHARED_SESSION` is set. That matters where
+    the kernel shares the CPUs out by session (autogroup; not in a container or under systemd) and there are few.
+    """
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += [*FLAGS, "--disable-uvicorn-access-log"]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as log:
-        # No session of its own: a kernel that shares the CPUs out by session (autogroup) would at times starve
-        # the client for seconds, which in a container or under systemd it does not.
+        shared = bool(os.environ.get("SHARED_SESSION"))
         process = subprocess.Popen(
-            command, env=environment(scratch), stdout=log, stderr=log, process_group=0
-        )
+            command, env=environment(scratch), stdout=log, stderr=log,
+            start_new_session=not shared, process_group=0 if shared else None,
+        )  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         try:
             while not answers(url):

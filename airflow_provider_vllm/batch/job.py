@@ -212,7 +212,7 @@ class Job:
             server_losses=watch.losses,
             server_restarts=watch.restarts,
             answered_by=stats.answered_by(),
-            preemptions=watch.preemptions,
+            preemptions=stats.preemptions,
             concurrency=stats.limit,
             pack=stats.pack,
             model=self._model,

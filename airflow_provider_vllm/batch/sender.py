@@ -100,6 +100,7 @@ class Sender(threading.Thread):
         self._asked = self._paused = self._stopped = False
         self._failed_in_a_row = 0
         self._filled = 0.0
+        self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -140,12 +141,12 @@ class Sender(threading.Thread):
             now = time.monotonic()
             if now >= self._tune_at:
                 self._tune(now)
-            read = self.stats.read
+            read, self._wait = self.stats.read, POLL
             if not self._paused:
                 self._fill(self._client, now)
             # Where all that were read are answered or bad, there are more to read at once.
             skipped = self._idle and self.stats.read > read
-            settle(*self._client.poll(0.0 if skipped else POLL))
+            settle(*self._client.poll(0.0 if skipped else self._wait))
             flush()
             if self._idle and not self._waiting:
                 return
@@ -162,9 +163,9 @@ class Sender(threading.Thread):
         self._use(self._tuning.now_used)
 
     def _sample(self, now: float) -> tuning.Sample:
-        stats, vitals = self.stats, self.vitals
+        stats, waiting = self.stats, self.vitals.waiting
         rows = stats.done - stats.reused
-        return tuning.Sample(now, rows, stats.refused, vitals.waiting, vitals.preemptions or 0)
+        return tuning.Sample(now, rows, stats.refused, waiting, stats.preemptions)
 
     def _use(self, setting: tuning.Setting) -> None:
         self.stats.limit, self.stats.pack = setting.limit, setting.pack
@@ -180,6 +181,7 @@ class Sender(threading.Thread):
         stats, waiting = self.stats, self._waiting
         if stats.pack == 1 and waiting.only_new:
             if self._few_fit(now):
+                self._wait = self._filled + REFILL_S - now
                 return
             self._filled = now
             self._fill_with_new(client)
@@ -371,13 +373,13 @@ class Sender(threading.Thread):
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Healthy):
-            for row, reply in self._resume():
+            for row, reply in self._resume(gap=self._paused):
                 self._try_again(row, reply)
         elif isinstance(command, Lost):
             self._give_up(command.reason)
         elif isinstance(command, Connect):
             self._client = self._connect(command.endpoint)
-            self._resume()
+            self._resume(gap=True)
 
     def _try_again(self, row: Row, reply: Reply) -> None:
         """A doubtful row of a server that lives: it failed on its own."""
@@ -388,7 +390,11 @@ class Sender(threading.Thread):
             unsent = classify(reply) is Kind.UNSENT
             self._again(row, message, code="unreachable" if unsent else "failed")
 
-    def _resume(self) -> list[tuple[Row, Reply]]:
+    def _resume(self, *, gap: bool) -> list[tuple[Row, Reply]]:
+        """Send on; returns the doubtful rows. A `gap` in the sending is not to be taken for slowness."""
+        if gap:
+            self._tuning = tuning.after_a_gap(self._tuning, self._sample(time.monotonic()))
+            self._use(self._tuning.now_used)
         doubtful, self._doubtful = self._doubtful, []
         self._asked = self._paused = False
         self._failed_in_a_row = 0

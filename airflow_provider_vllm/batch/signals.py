@@ -21,7 +21,7 @@ class Server:
 
 @dataclass
 class Stats:
-    """Written by the sender, read by the watch. `done` is the sum of `outcomes`."""
+    """Written by the sender, read by the watch, `preemptions` the other way round. `done` is the sum of `outcomes`."""
 
     read: int = 0
     done: int = 0
@@ -32,6 +32,7 @@ class Stats:
     completion_tokens: int = 0
     retries: int = 0
     refused: int = 0
+    preemptions: int = 0
     in_flight: int = 0
     limit: int = 0
     pack: int = 1

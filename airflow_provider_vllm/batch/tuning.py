@@ -2,9 +2,10 @@
 
 Hill climbing: one move at a time is tried, between two measurements of the present setting, and kept when
 it is faster by `GAIN`; a difference beyond `CLEAR` is believed at once. Pure: `now` and all counts are
-arguments. Invariants: a refusal (429, 503) or a preemption shrinks at once; a queue on the server stops
-growth, and is shortened where that costs no speed; a smaller limit has to beat the better of the two
-measurements, since one that fell into a slow moment of the machine would make anything look good.
+arguments. Invariants: a refusal (429, 503) or a preemption takes a trial back, and shrinks where none is
+going on; a queue on the server stops growth, and is shortened where that costs no speed; a smaller limit
+has to beat the better of the two measurements, since one that fell into a slow moment of the machine
+would make anything look good; only rows that were sent under a setting count for it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Tuning:
     moves: tuple[str, ...] = ()
     hold_until: float = 0.0
     most: int = MOST
+    shrunk: bool = False  # `skip` is over rows that were sent under a limit that was too large
 
     @property
     def now_used(self) -> Setting:
@@ -74,21 +76,26 @@ def begin(
 
     `most` is the largest limit that may be tried.
     """
-    moves = ("pack",) * may_pack + ("unqueue", "double", "halve") * may_grow
-    return Tuning(setting, may_pack, may_grow, sample, skip=0, moves=moves, most=min(most, MOST))
+    grow = ("unqueue", "double", "halve") * may_grow
+    pack = ("pack",) * may_pack
+    return Tuning(
+        setting, may_pack, may_grow, sample, skip=setting.limit, most=min(most, MOST),
+        moves=grow + pack if setting.pack > 1 else pack + grow,
+    )  # fmt: skip
 
 
 def advance(tuning: Tuning, sample: Sample) -> Tuning:
     """The state after a look at the counts; the same object when it is too early to say anything."""
     since = tuning.since
     rows, seconds = sample.rows - since.rows, sample.now - since.now
-    if tuning.skip:  # what was in flight under the setting before says nothing of this one
-        early = rows < tuning.skip and seconds < LONGEST_WINDOW
-        return tuning if early else replace(tuning, since=sample, skip=0)
-    if tuning.may_grow and sample.refused > since.refused:
-        return _shrink(tuning, sample, 0.7)
-    if tuning.may_grow and sample.preemptions > since.preemptions:
-        return _shrink(tuning, sample, 0.8)
+    if tuning.may_grow and not tuning.shrunk:
+        if sample.refused > since.refused:
+            return _pressed(tuning, sample, 0.7)
+        if sample.preemptions > since.preemptions:
+            return _pressed(tuning, sample, 0.8)
+    if tuning.skip:
+        early = rows < tuning.skip and not (tuning.shrunk and seconds > LONGEST_WINDOW)
+        return tuning if early else replace(tuning, since=sample, skip=0, shrunk=False)
     if sample.now < tuning.hold_until or not _enough(tuning.now_used, rows, seconds):
         return tuning
     rate = rows / seconds
@@ -115,23 +122,22 @@ def _judged(tuning: Tuning, sample: Sample, after: float) -> Tuning:
 
 
 def _accepted(tuning: Tuning, sample: Sample, rate: float | None) -> Tuning:
+    """On with the trial; `rate` is its speed where it was measured just now."""
     assert tuning.trial
-    again: tuple[str, ...] = ()
+    moves = tuning.moves
     if tuning.trial.limit > tuning.setting.limit:
-        again = ("double",)
+        moves = ("double", *_without(moves, "double", "halve"))
     elif tuning.trial.limit < tuning.setting.limit and tuning.needed == GAIN:
-        again = ("halve",)
-    moves = again + tuning.moves
-    used = tuning.now_used.limit
+        moves = ("halve", *moves)
     better = replace(
         tuning, setting=tuning.trial, trial=None, before=rate, tried=None, moves=moves,
-        since=sample, skip=used,
+        since=sample, skip=tuning.now_used.limit,
     )  # fmt: skip
     return better if rate is None else _next_trial(better, sample)
 
 
 def _rejected(tuning: Tuning, sample: Sample, rate: float | None) -> Tuning:
-    """On with the setting; its speed is measured anew where it just was not, since rows may drift."""
+    """On with the setting; `rate` is its speed where it was measured just now, else it is measured anew."""
     kept = replace(
         tuning, trial=None, before=rate, tried=None, since=sample, skip=tuning.now_used.limit,
         hold_until=0.0 if tuning.moves else sample.now + HOLD,
@@ -139,30 +145,45 @@ def _rejected(tuning: Tuning, sample: Sample, rate: float | None) -> Tuning:
     return kept if rate is None or not tuning.moves else _next_trial(kept, sample)
 
 
+def _without(moves: tuple[str, ...], *names: str) -> tuple[str, ...]:
+    return tuple(move for move in moves if move not in names)
+
+
+def _pressed(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
+    """A trial is taken back (one of fewer rows is kept), else there are fewer in flight; then no growth for a while."""
+    setting, trial = tuning.setting, tuning.trial
+    if trial is None:
+        setting = Setting(max(1, int(setting.limit * factor)), setting.pack)
+    elif trial.limit < setting.limit:
+        setting = trial
+    return replace(
+        tuning, setting=setting, trial=None, before=None, tried=None, since=sample,
+        skip=tuning.now_used.limit, shrunk=True, moves=_without(tuning.moves, "double"),
+        hold_until=sample.now + HOLD,
+    )  # fmt: skip
+
+
+def after_a_gap(tuning: Tuning, sample: Sample) -> Tuning:
+    """Nothing was sent for a while, or the server is another one: what was measured is forgotten."""
+    return replace(
+        tuning, trial=None, before=None, tried=None, since=sample, skip=tuning.setting.limit,
+        shrunk=False,
+    )  # fmt: skip
+
+
 def without_packs(tuning: Tuning, sample: Sample) -> Tuning:
     """The server turned out not to offer packs."""
-    setting = Setting(tuning.setting.limit, 1)
-    moves = tuple(move for move in tuning.moves if move != "pack")
-    return replace(
-        tuning, setting=setting, trial=None, before=None, tried=None, moves=moves, may_pack=False,
-        since=sample, skip=setting.limit,
+    alone = replace(
+        tuning, setting=Setting(tuning.setting.limit, 1), moves=_without(tuning.moves, "pack"),
+        may_pack=False,
     )  # fmt: skip
+    return after_a_gap(alone, sample)
 
 
 def _enough(setting: Setting, rows: int, seconds: float) -> bool:
-    if seconds >= LONGEST_WINDOW:
-        return rows > 0
-    return seconds >= WINDOW and rows >= max(50, setting.limit * BURSTS)
-
-
-def _shrink(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
-    """Fewer in flight, then a pause before any growth."""
-    used = tuning.now_used
-    smaller = Setting(max(1, int(used.limit * factor)), used.pack)
-    return replace(
-        tuning, setting=smaller, trial=None, before=None, tried=None, since=sample, skip=used.limit,
-        moves=(), hold_until=sample.now + HOLD,
-    )  # fmt: skip
+    """Whether a window says something; rows that take minutes are not waited for so often."""
+    bursts = BURSTS if seconds < LONGEST_WINDOW else 1
+    return seconds >= WINDOW and rows >= max(50, setting.limit * bursts)
 
 
 def _next_trial(tuning: Tuning, sample: Sample) -> Tuning:
@@ -196,7 +217,7 @@ def _moved(tuning: Tuning, move: str, sample: Sample) -> Setting | None:
         return Setting(now.limit, 1)
     if move == "unqueue":
         shorter = max(8, now.limit - (sample.waiting or 0) * 4 // 5)
-        return Setting(shorter, now.pack) if queued else None
+        return Setting(shorter, now.pack) if queued and shorter < now.limit else None
     if move in ("double", "grow"):
         limit = min(tuning.most, now.limit * 2 if move == "double" else now.limit * 5 // 4 + 1)
         return Setting(limit, now.pack) if limit > now.limit and not queued else None

@@ -35,7 +35,7 @@ def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPa
     """Raises BatchFailed where so many rows cannot be sent that the batch fails, whatever a server answers.
 
     The message names the first of them, and the errors file where that holds all. Not judged is an input whose rows
-    are not counted (a remote file).
+    are not counted (a remote file other than Parquet).
     """
     if (total := checked.extent.rows) is None:
         return

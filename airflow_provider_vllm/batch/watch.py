@@ -60,7 +60,6 @@ class Watch:
         self._last_preemptions: int | None = None
         self.readings = Readings()
         self.losses = self.restarts = 0
-        self.preemptions = 0
 
     def run(self) -> None:
         """Returns when every row has ended. Raises BatchFailed, NoFreeGpu, or what a signal handler raises."""
@@ -143,7 +142,7 @@ class Watch:
             return
         before = self._last_preemptions
         if before is not None and vitals.preemptions > before:
-            self.preemptions += vitals.preemptions - before
+            self._sender.stats.preemptions += vitals.preemptions - before
         self._last_preemptions = vitals.preemptions
 
     def _report(self, now: float, vitals: Vitals) -> None:

@@ -383,6 +383,7 @@ def test_new_rows_go_out_in_groups_but_none_waits_for_long(
     moment = 100.0 + REFILL_S / 2
     if group > 1:
         assert fill(moment, group - 1) == 0
+        assert sender._wait == pytest.approx(REFILL_S / 2), "answers are waited for no longer"
         assert fill(moment, 1) == group
     else:
         assert fill(moment, 1) == 1

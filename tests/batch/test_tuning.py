@@ -149,12 +149,12 @@ def test_bursts_do_not_lead_it_astray() -> None:
 def test_a_smaller_limit_has_to_beat_both_measurements_of_the_present_one() -> None:
     """One of which fell into a slow moment; a larger one is compared with their mean."""
     first = begin(Setting(200, 1), Sample(0, 0), may_pack=False, may_grow=True, most=200)
-    slow = advance(first, Sample(10, 5_000))
+    slow = advance(advance(first, Sample(1, 200)), Sample(11, 5_200))
     assert slow.trial == Setting(100, 1), "500 rows/s, and nothing larger may be tried"
-    slow = advance(advance(slow, Sample(11, 5_200)), Sample(21, 10_800))
+    slow = advance(advance(slow, Sample(12, 5_400)), Sample(22, 11_000))
     assert slow.now_used == Setting(200, 1) and slow.tried == 560
-    slow = advance(slow, Sample(22, 11_000))
-    worse, better = Sample(32, 16_500), Sample(32, 15_900)
+    slow = advance(slow, Sample(23, 11_200))
+    worse, better = Sample(33, 16_700), Sample(33, 16_100)
     assert advance(slow, worse).setting == Setting(200, 1), "550 now: 560 was no gain"
     assert advance(slow, better).setting == Setting(100, 1), "500 and 490: 560 is one"
 
@@ -171,6 +171,68 @@ def test_preemptions_shrink() -> None:
     before = preempted.tuning.setting.limit
     preempted.preemptions += 1
     assert preempted.run(0.1).tuning.setting.limit < before
+
+
+def trying(setting: Setting) -> Tuning:
+    """In the middle of a trial of twice as many rows."""
+    start = begin(setting, Sample(0, 0), may_pack=False, may_grow=True)
+    climb = advance(advance(start, Sample(1, setting.limit)), Sample(11, 10_000))
+    assert climb.now_used == Setting(setting.limit * 2, setting.pack)
+    return climb
+
+
+@pytest.mark.parametrize("pressure", [{"refused": 5}, {"preemptions": 5}])
+def test_pressure_takes_a_trial_back_at_once(pressure: dict[str, int]) -> None:
+    """Not below the setting that gave no trouble, also when the server's counters show it late."""
+    climb = trying(Setting(200, 16))
+    assert advance(climb, Sample(11.1, 10_010, **pressure)).now_used == Setting(200, 16)
+    judged = advance(advance(climb, Sample(12, 10_200)), Sample(22, 20_200))
+    assert judged.tried is not None, "back at 200 for the second measurement"
+    after = advance(judged, Sample(22.1, 20_210, **pressure))
+    assert after.setting == Setting(200, 16) and after.trial is None
+    late = advance(after, Sample(22.2, 20_220, **dict.fromkeys(pressure, 9)))
+    assert late.setting == Setting(200, 16), "rows of the trial are still coming back"
+    assert advance(after, Sample(23, 20_700, **pressure)).skip == 0
+    again = advance(after, Sample(23, 20_700, **pressure))
+    assert advance(again, Sample(24, 21_000, **dict.fromkeys(pressure, 9))).setting.limit < 200
+
+
+def test_what_came_before_a_gap_is_forgotten() -> None:
+    """A restart of the server lasts minutes, in which nothing is slow."""
+    climb = trying(Setting(200, 1))
+    gone = tuning.after_a_gap(climb, Sample(300, 10_000))
+    assert gone.now_used == Setting(200, 1) and gone.before is None
+    first = advance(gone, Sample(301, 10_200))
+    assert advance(first, Sample(311, 20_200)).before == 1000.0
+
+
+def test_the_start_of_the_sending_is_not_measured() -> None:
+    """Connecting and the first tokens take time in which no row can come back."""
+    start = begin(Setting(100, 1), Sample(0, 0), may_pack=False, may_grow=True)
+    assert advance(start, Sample(29, 99)).skip == 100
+    first = advance(start, Sample(30, 100))
+    assert advance(first, Sample(31, 600)).before == 500.0
+
+
+def test_a_queue_is_never_shortened_to_more_than_there_is() -> None:
+    few = begin(Setting(2, 1), Sample(0, 0), may_pack=False, may_grow=True, most=2)
+    first = advance(few, Sample(1, 2, waiting=2))
+    assert advance(first, Sample(61, 200, waiting=2)).now_used == Setting(2, 1)
+
+
+def test_rows_that_take_minutes_are_measured_in_whole_bursts() -> None:
+    """All start together and end together, a minute and a half later; twice as many take as long."""
+    climb = begin(Setting(256, 1), Sample(0, 0), may_pack=False, may_grow=True)
+    rows, flying = 0, [(90.0, 256)]
+    for second in range(1, 3600):
+        done = sum(count for end, count in flying if end <= second)
+        flying = [(end, count) for end, count in flying if end > second]
+        rows += done
+        climb = advance(climb, Sample(float(second), rows))
+        free = climb.now_used.limit - sum(count for _, count in flying)
+        if free > 0:
+            flying.append((second + 90.0, free))
+    assert climb.setting.limit == tuning.MOST
 
 
 def test_a_fixed_limit_stays() -> None:
