@@ -1,6 +1,6 @@
 """The batch against a real vLLM server on this machine, client and server on the same cores.
 
-    python -m benchmarks.batch vllm [--part speed|auto|run-batch] [--python PYTHON] [--model DIR]
+    python -m benchmarks.batch vllm [--part speed|auto|run-batch] [--python PYTHON] [--model DIR] [--shared-session]
 
 `speed`: the provider with and without packs against AsyncOpenAI, with short prompts and with those of the other parts,
 of which the server's own work a row is twice as much; `auto`: concurrency="auto" against fixed
@@ -23,6 +23,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,32 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@contextmanager
-def vllm_server(python: str, model: str) -> Iterator[tuple[str, float]]:
-    """A server that is ready: its URL and the seconds that the start took.
+@dataclass(frozen=True)
+class Vllm:
+    """Whose server it is.
 
-    It has a session of its own, as the provider's servers have, unless `SHARED_SESSION` is set. That matters where
-    the kernel shares the CPUs out by session (autogroup; not in a container or under systemd) and there are few.
+    It has a session of its own, as the provider's servers have, or its client's. That matters where the kernel
+    shares few CPUs out by session (autogroup): it then lets the server starve its client for seconds.
     """
+
+    python: str
+    model: str
+    shared_session: bool
+
+
+@contextmanager
+def vllm_server(vllm: Vllm) -> Iterator[tuple[str, float]]:
+    """A server that is ready: its URL and the seconds that the start took."""
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", vllm.model]
     command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += [*FLAGS, "--disable-uvicorn-access-log"]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as log:
-        shared = bool(os.environ.get("SHARED_SESSION"))
         process = subprocess.Popen(
             command, env=environment(scratch), stdout=log, stderr=log,
-            start_new_session=not shared, process_group=0 if shared else None,
+            start_new_session=not vllm.shared_session,
+            process_group=0 if vllm.shared_session else None,
         )  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         try:
@@ -95,7 +105,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def speed(python: str, model: str, rounds: int, rows: int) -> bool:
+def speed(vllm: Vllm, rounds: int, rows: int) -> bool:
     jobs: dict[str, tuple[str, dict[str, Any]]] = {
         "packed": ("provider", {"pack": 16}),
         "alone": ("provider", {"pack": 1}),
@@ -103,7 +113,7 @@ def speed(python: str, model: str, rounds: int, rows: int) -> bool:
         "openai": ("openai", {}),
     }
     found: Results = defaultdict(list)
-    with vllm_server(python, model) as (url, _):
+    with vllm_server(vllm) as (url, _):
         measure("provider", url=url, rows=200, in_flight=64, model=NAME)
         for _ in range(rounds):
             for prompt in PROMPTS:
@@ -125,12 +135,12 @@ def speed(python: str, model: str, rounds: int, rows: int) -> bool:
     return good & verdict("CPU a row, of AsyncOpenAI's", cpu, 0.1, at_most=True)
 
 
-def auto(python: str, model: str, rounds: int, seconds: float) -> bool:
+def auto(vllm: Vllm, rounds: int, seconds: float) -> bool:
     """The best fixed setting is named by the other rounds: the best of the same round would be the luckiest."""
     fixed = (64, 128, 256, 512)
     rates: dict[int | str, list[float]] = defaultdict(list)
     ends: list[int] = []
-    with vllm_server(python, model) as (url, _):
+    with vllm_server(vllm) as (url, _):
         base = {"url": url, "model": NAME, "pack": 1}
         guess = measure("provider", rows=2000, in_flight=128, **base)
         rate = 2000 / guess["seconds"]
@@ -157,10 +167,10 @@ def auto(python: str, model: str, rounds: int, seconds: float) -> bool:
     return verdict("auto, of the best fixed setting", statistics.median(ratios), 0.9)
 
 
-def run_batch_job(python: str, model: str, source: Path, folder: Path) -> dict[str, float]:
+def run_batch_job(vllm: Vllm, source: Path, folder: Path) -> dict[str, float]:
     """vLLM's own batch command: whole seconds, and rows/s as its progress bar says at the end."""
-    command = [python, "-m", "vllm.entrypoints.openai.run_batch"]
-    command += ["-i", str(source), "-o", str(folder / "run-batch.jsonl"), "--model", model]
+    command = [vllm.python, "-m", "vllm.entrypoints.openai.run_batch"]
+    command += ["-i", str(source), "-o", str(folder / "run-batch.jsonl"), "--model", vllm.model]
     command += ["--served-model-name", NAME, *FLAGS]
     began = time.perf_counter()
     done = subprocess.run(
@@ -179,34 +189,36 @@ def run_batch_job(python: str, model: str, source: Path, folder: Path) -> dict[s
     return {"whole": whole, "rate": float(value) if unit.endswith("/s") else 1 / float(value)}
 
 
-def provider_job(python: str, model: str, rows: int) -> dict[str, float]:
+def provider_job(vllm: Vllm, rows: int) -> dict[str, float]:
     """Start, send, write, stop; packs and concurrency as they are by default."""
     began = time.perf_counter()
-    with vllm_server(python, model) as (url, _):
+    with vllm_server(vllm) as (url, _):
         job = {"rows": rows, "in_flight": "auto", "pack": "auto", "model": NAME}
         found = measure("provider", url=url, **job)
     return {"whole": time.perf_counter() - began, "rate": rows / found["seconds"]}
 
 
-def against_run_batch(python: str, model: str, rounds: int, rows: int) -> bool:
+def against_run_batch(vllm: Vllm, rounds: int, rows: int) -> bool:
     theirs: list[dict[str, float]] = []
     ours: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "in.jsonl"
         write_input(Job("", rows, 0, model=NAME), source)
         for _ in range(rounds):
-            theirs.append(run_batch_job(python, model, source, Path(name)))
-            ours.append(provider_job(python, model, rows))
+            theirs.append(run_batch_job(vllm, source, Path(name)))
+            ours.append(provider_job(vllm, rows))
             print(
                 f"  run-batch {json.dumps(theirs[-1])}  provider {json.dumps(ours[-1])}", flush=True
             )
 
-    def middle(results: list[dict[str, float]], value: str) -> float:
-        return statistics.median(result[value] for result in results)
+    def ratio(value: str) -> float:
+        """Of the two that ran one after the other: the machine changes more from round to round."""
+        return statistics.median(
+            our[value] / their[value] for our, their in zip(ours, theirs, strict=True)
+        )
 
-    good = verdict("rows/s, of run-batch's", middle(ours, "rate") / middle(theirs, "rate"), 0.9)
-    whole = middle(ours, "whole") / middle(theirs, "whole")
-    return good & verdict("whole job, of run-batch's seconds", whole, 1.3, at_most=True)
+    good = verdict("rows/s, of run-batch's", ratio("rate"), 0.9)
+    return good & verdict("whole job, of run-batch's seconds", ratio("whole"), 1.3, at_most=True)
 
 
 def main(rounds: int, rest: list[str]) -> bool:
@@ -216,12 +228,16 @@ def main(rounds: int, rest: list[str]) -> bool:
     parser.add_argument("--model", default=str(ROOT / ".cache" / "models" / "tiny"))
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=60, help="of steady state, for auto")
+    parser.add_argument(
+        "--shared-session", action="store_true", help="server and client in one session"
+    )
     given = parser.parse_args(rest)
+    vllm = Vllm(given.python, given.model, given.shared_session)
     good = True
     if given.part in (None, "speed"):
-        good &= speed(given.python, given.model, rounds, given.prompts)
+        good &= speed(vllm, rounds, given.prompts)
     if given.part in (None, "auto"):
-        good &= auto(given.python, given.model, rounds, given.seconds)
+        good &= auto(vllm, rounds, given.seconds)
     if given.part in (None, "run-batch"):
-        good &= against_run_batch(given.python, given.model, rounds, given.prompts)
+        good &= against_run_batch(vllm, rounds, given.prompts)
     return good
