@@ -56,6 +56,7 @@ TUNE_EVERY = 0.1
 # spins, takes the core from us until the next tick of the kernel (10 ms), for seconds on end.
 REFILL = 16
 REFILL_S = 0.03
+GAP = 1.0  # seconds without sending that would spoil a measurement of the speed
 
 
 class Sender(threading.Thread):
@@ -99,6 +100,7 @@ class Sender(threading.Thread):
         self._doubtful: list[tuple[Row, Reply]] = []
         self._asked = self._paused = self._stopped = False
         self._failed_in_a_row = 0
+        self._paused_at = 0.0
         self._filled = 0.0
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
@@ -363,8 +365,8 @@ class Sender(threading.Thread):
         """Keep a row aside until the watch knows whether the server is dead."""
         self._doubtful.append((row, reply))
         self._failed_in_a_row += 1
-        if classify(reply) is Kind.UNSENT or self._failed_in_a_row >= 2:
-            self._paused = True
+        if not self._paused and (classify(reply) is Kind.UNSENT or self._failed_in_a_row >= 2):
+            self._paused, self._paused_at = True, time.monotonic()
         if not self._asked:
             self._asked = True
             self.events.put(Trouble(server_message(reply)))
@@ -373,7 +375,9 @@ class Sender(threading.Thread):
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Healthy):
-            for row, reply in self._resume(gap=self._paused):
+            for row, reply in self._resume(
+                gap=self._paused and time.monotonic() > self._paused_at + GAP
+            ):
                 self._try_again(row, reply)
         elif isinstance(command, Lost):
             self._give_up(command.reason)

@@ -25,6 +25,7 @@ WINDOW = 0.7
 BURSTS = 2  # equal rows that started together end together: a window is several times the limit
 LONGEST_WINDOW = 30.0
 HOLD = 20.0
+SHRINK_EVERY = 2.0  # seconds, while refusals go on
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def advance(tuning: Tuning, sample: Sample) -> Tuning:
         if sample.preemptions > since.preemptions:
             return _pressed(tuning, sample, 0.8)
     if tuning.skip:
-        early = rows < tuning.skip and not (tuning.shrunk and seconds > LONGEST_WINDOW)
+        patience = SHRINK_EVERY if sample.refused > since.refused else LONGEST_WINDOW
+        early = rows < tuning.skip and not (tuning.shrunk and seconds > patience)
         return tuning if early else replace(tuning, since=sample, skip=0, shrunk=False)
     if sample.now < tuning.hold_until or not _enough(tuning.now_used, rows, seconds):
         return tuning
@@ -149,6 +151,12 @@ def _without(moves: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return tuple(move for move in moves if move not in names)
 
 
+def _left(tuning: Tuning) -> tuple[str, ...]:
+    """The moves that were not judged yet. One of packs comes once, so it comes back where its trial is broken off."""
+    broken_off = tuning.trial is not None and tuning.trial.pack != tuning.setting.pack
+    return ("pack",) * broken_off + tuning.moves
+
+
 def _pressed(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
     """A trial is taken back (one of fewer rows is kept), else there are fewer in flight; then no growth for a while."""
     setting, trial = tuning.setting, tuning.trial
@@ -158,7 +166,7 @@ def _pressed(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
         setting = trial
     return replace(
         tuning, setting=setting, trial=None, before=None, tried=None, since=sample,
-        skip=tuning.now_used.limit, shrunk=True, moves=_without(tuning.moves, "double"),
+        skip=tuning.now_used.limit, shrunk=True, moves=_without(_left(tuning), "double"),
         hold_until=sample.now + HOLD,
     )  # fmt: skip
 
@@ -167,23 +175,24 @@ def after_a_gap(tuning: Tuning, sample: Sample) -> Tuning:
     """Nothing was sent for a while, or the server is another one: what was measured is forgotten."""
     return replace(
         tuning, trial=None, before=None, tried=None, since=sample, skip=tuning.setting.limit,
-        shrunk=False,
+        shrunk=False, moves=_left(tuning),
     )  # fmt: skip
 
 
 def without_packs(tuning: Tuning, sample: Sample) -> Tuning:
     """The server turned out not to offer packs."""
     alone = replace(
-        tuning, setting=Setting(tuning.setting.limit, 1), moves=_without(tuning.moves, "pack"),
-        may_pack=False,
+        tuning, setting=Setting(tuning.setting.limit, 1), trial=None, may_pack=False,
+        moves=_without(tuning.moves, "pack"),
     )  # fmt: skip
     return after_a_gap(alone, sample)
 
 
 def _enough(setting: Setting, rows: int, seconds: float) -> bool:
     """Whether a window says something; rows that take minutes are not waited for so often."""
-    bursts = BURSTS if seconds < LONGEST_WINDOW else 1
-    return seconds >= WINDOW and rows >= max(50, setting.limit * bursts)
+    if seconds >= LONGEST_WINDOW:
+        return rows >= setting.limit
+    return seconds >= WINDOW and rows >= max(50, setting.limit * BURSTS)
 
 
 def _next_trial(tuning: Tuning, sample: Sample) -> Tuning:

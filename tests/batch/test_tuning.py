@@ -197,6 +197,35 @@ def test_pressure_takes_a_trial_back_at_once(pressure: dict[str, int]) -> None:
     assert advance(again, Sample(24, 21_000, **dict.fromkeys(pressure, 9))).setting.limit < 200
 
 
+@pytest.mark.parametrize("row_seconds", [1.0, 20.0])
+def test_a_storm_of_refusals_is_over_soon(row_seconds: float) -> None:
+    """40 places: what is sent beyond is refused, and sent again a second later."""
+    storm = begin(Setting(256, 1), Sample(0, 0), may_pack=False, may_grow=True)
+    rows = refused = 0.0
+    for tick in range(1, 300):
+        rows += 40 / row_seconds * 0.1
+        refused += max(0, storm.now_used.limit - 40) * 0.1
+        storm = advance(storm, Sample(tick / 10, int(rows), int(refused)))
+    assert 20 <= storm.setting.limit <= 40
+
+
+def test_few_slow_rows_are_enough_for_a_small_limit() -> None:
+    slow = begin(Setting(1, 1), Sample(0, 0), may_pack=False, may_grow=True)
+    for second in range(200):
+        slow = advance(slow, Sample(float(second), second // 20))
+    assert slow.now_used.limit >= 2
+
+
+def test_a_trial_of_packs_that_is_broken_off_comes_again() -> None:
+    start = begin(Setting(200, 1), Sample(0, 0), may_pack=True, may_grow=True)
+    packed = advance(advance(start, Sample(1, 200)), Sample(11, 10_000))
+    assert packed.now_used == Setting(200, 16)
+    gone = tuning.after_a_gap(packed, Sample(20, 10_000))
+    refused = advance(packed, Sample(12, 10_100, refused=1))
+    for broken in (gone, refused):
+        assert broken.now_used == Setting(200, 1) and broken.moves[0] == "pack"
+
+
 def test_what_came_before_a_gap_is_forgotten() -> None:
     """A restart of the server lasts minutes, in which nothing is slow."""
     climb = trying(Setting(200, 1))
