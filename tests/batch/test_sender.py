@@ -1,0 +1,114 @@
+"""The sender alone: a step at a time, without a server."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_provider_vllm.batch.ahead import Direct
+from airflow_provider_vllm.batch.client import Reply
+from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.row import Row
+from airflow_provider_vllm.batch.rows import RowMaker
+from airflow_provider_vllm.batch.sender import GAP, REFILL_S, Sender
+from airflow_provider_vllm.batch.signals import Healthy, NeedServer
+from airflow_provider_vllm.batch.spec import BatchSpec
+
+
+class Sent:
+    """A client that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tags: list[Any] = []
+
+    def send(self, url: str, body: bytes, tag: Any) -> None:
+        self.tags.append(tag)
+
+
+@pytest.mark.parametrize(("limit", "group"), [(256, 16), (64, 8), (8, 1), (1, 1)])
+def test_new_rows_go_out_in_groups_but_none_waits_for_long(
+    tmp_path: Path, limit: int, group: int
+) -> None:
+    spec = BatchSpec(prompts=["a"], concurrency=limit, pack=1)
+    journal = Journal(tmp_path / "journal")
+    endless = Direct(itertools.repeat(("prompts", 1, "a")))
+    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
+    sender = Sender(spec, endless, RowMaker(spec, "tiny"), journal, None, endpoint, total=None)
+    client = Sent()
+
+    def fill(now: float, ended: int) -> int:
+        """How many go out at `now`, when so many have ended."""
+        client.tags.clear()
+        sender.stats.in_flight -= ended
+        sender._fill(client, now)  # type: ignore[arg-type]
+        return len(client.tags)
+
+    assert fill(100.0, 0) == limit
+    moment = 100.0 + REFILL_S / 2
+    if group > 1:
+        assert fill(moment, group - 1) == 0
+        assert sender._wait == pytest.approx(REFILL_S / 2), "answers are waited for no longer"
+        assert fill(moment, 1) == group
+    else:
+        assert fill(moment, 1) == 1
+    later = moment + REFILL_S
+    assert fill(later, 1) == 1, "a row that is alone waits no longer than that"
+
+
+@pytest.mark.parametrize(("pause", "kept"), [(GAP / 2, True), (GAP * 2, False)])
+def test_only_a_long_pause_makes_the_tuner_forget(tmp_path: Path, pause: float, kept: bool) -> None:
+    """Stray failures pause the sending often and for moments; the climb would never get on."""
+    spec = BatchSpec(prompts=["a"])
+    journal = Journal(tmp_path / "journal")
+    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
+    sender = Sender(
+        spec, Direct(iter(())), RowMaker(spec, "tiny"), journal, None, endpoint, total=None
+    )
+    sender._tuning = replace(sender._tuning, before=500.0)
+    sender._paused, sender._paused_at = True, time.monotonic() - pause
+    sender._obey(Healthy())
+    assert (sender._tuning.before == 500.0) is kept
+    assert not sender._paused
+
+
+class Losing:
+    """A client of a lost server: one failure was not told yet."""
+
+    def __init__(self, failed: Reply) -> None:
+        self.failed = failed
+
+    def rest(self) -> tuple[list[Any], list[Reply]]:
+        return [], [self.failed]
+
+    def abort(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_loss_is_told_once_whatever_else_had_failed(tmp_path: Path) -> None:
+    """A second word of it would have the watch give up the server again, when there is none."""
+    spec = BatchSpec(prompts=["a"])
+    journal = Journal(tmp_path / "journal")
+    journal.open()
+    record = ("prompts", 1, "a")
+    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
+    maker = RowMaker(spec, "tiny")
+    sender = Sender(spec, Direct(iter([record])), maker, journal, None, endpoint, total=1)
+    (row,) = sender._waiting.take_new(1, True)
+    assert isinstance(row, Row)
+    sender.stats.in_flight = 1
+    sender._client = Losing(Reply(row, 500, b"", 0, "", 0.0))  # type: ignore[assignment]
+    sender._give_up("it died")
+    journal.close()
+    assert isinstance(sender.events.get_nowait(), NeedServer)
+    assert sender.events.empty()
+    assert row.deaths == 1
+    assert sender._waiting.take(0.0, False) is row
