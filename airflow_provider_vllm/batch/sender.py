@@ -102,6 +102,7 @@ class Sender(threading.Thread):
         self._failed_in_a_row = 0
         self._paused_at = 0.0
         self._filled = 0.0
+        self._connected = 0.0
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
 
@@ -155,6 +156,7 @@ class Sender(threading.Thread):
 
     def _connect(self, endpoint: Endpoint) -> Client:
         self._ledger.begins(endpoint)
+        self._connected = time.monotonic()
         return Client(endpoint, self._spec.request_timeout, min(self.stats.limit, 1024))
 
     def _tune(self, now: float) -> None:
@@ -344,11 +346,11 @@ class Sender(threading.Thread):
         self._later(row, backoff(row.attempts, jitter=random.random()))
 
     def _refused(self, row: Row, message: str, reply: Reply) -> None:
-        """The server asks for patience: no failed try, until it has lasted `request_timeout`."""
+        """The server asks for patience: no failed try, until this server has for `request_timeout`."""
         now = time.monotonic()
         self.stats.refused += 1
         row.busy_since = row.busy_since or now
-        waited = now - row.busy_since
+        waited = now - max(row.busy_since, self._connected)
         if waited > self._spec.request_timeout:
             text = f"{message} (for {waited:.0f} s)"
             line = error_line(row, "busy", text, status=reply.status, body=reply.body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,18 @@ from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.sender import GAP, REFILL_S, Sender
-from airflow_provider_vllm.batch.signals import Healthy, NeedServer
+from airflow_provider_vllm.batch.signals import Connect, Healthy, NeedServer
+from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
+
+
+def a_sender(folder: Path, spec: BatchSpec, records: Iterable[Record]) -> Sender:
+    """Not started, with an open journal in the folder."""
+    journal = Journal(folder / "journal")
+    journal.open()
+    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
+    maker = RowMaker(spec, "tiny")
+    return Sender(spec, Direct(iter(records)), maker, journal, None, endpoint, total=None)
 
 
 class Sent:
@@ -36,10 +47,7 @@ def test_new_rows_go_out_in_groups_but_none_waits_for_long(
     tmp_path: Path, limit: int, group: int
 ) -> None:
     spec = BatchSpec(prompts=["a"], concurrency=limit, pack=1)
-    journal = Journal(tmp_path / "journal")
-    endless = Direct(itertools.repeat(("prompts", 1, "a")))
-    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
-    sender = Sender(spec, endless, RowMaker(spec, "tiny"), journal, None, endpoint, total=None)
+    sender = a_sender(tmp_path, spec, itertools.repeat(("prompts", 1, "a")))
     client = Sent()
 
     def fill(now: float, ended: int) -> int:
@@ -64,12 +72,7 @@ def test_new_rows_go_out_in_groups_but_none_waits_for_long(
 @pytest.mark.parametrize(("pause", "kept"), [(GAP / 2, True), (GAP * 2, False)])
 def test_only_a_long_pause_makes_the_tuner_forget(tmp_path: Path, pause: float, kept: bool) -> None:
     """Stray failures pause the sending often and for moments; the climb would never get on."""
-    spec = BatchSpec(prompts=["a"])
-    journal = Journal(tmp_path / "journal")
-    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
-    sender = Sender(
-        spec, Direct(iter(())), RowMaker(spec, "tiny"), journal, None, endpoint, total=None
-    )
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [])
     sender._tuning = replace(sender._tuning, before=500.0)
     sender._paused, sender._paused_at = True, time.monotonic() - pause
     sender._obey(Healthy())
@@ -95,20 +98,29 @@ class Losing:
 
 def test_a_loss_is_told_once_whatever_else_had_failed(tmp_path: Path) -> None:
     """A second word of it would have the watch give up the server again, when there is none."""
-    spec = BatchSpec(prompts=["a"])
-    journal = Journal(tmp_path / "journal")
-    journal.open()
-    record = ("prompts", 1, "a")
-    endpoint = Endpoint("http://127.0.0.1:1", "tiny")
-    maker = RowMaker(spec, "tiny")
-    sender = Sender(spec, Direct(iter([record])), maker, journal, None, endpoint, total=1)
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [("prompts", 1, "a")])
     (row,) = sender._waiting.take_new(1, True)
     assert isinstance(row, Row)
     sender.stats.in_flight = 1
     sender._client = Losing(Reply(row, 500, b"", 0, "", 0.0))  # type: ignore[assignment]
     sender._give_up("it died")
-    journal.close()
     assert isinstance(sender.events.get_nowait(), NeedServer)
     assert sender.events.empty()
     assert row.deaths == 1
     assert sender._waiting.take(0.0, False) is row
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_patience_with_refusals_is_with_one_server(tmp_path: Path, restarted: bool) -> None:
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [("prompts", 1, "a")])
+    (row,) = sender._waiting.take_new(1, True)
+    assert isinstance(row, Row)
+    refusal = Reply(row, 503, b"", 0, "", 0.0)
+    sender._refused(row, "no room", refusal)
+    assert row.busy_since is not None and not sender.stats.failed
+    row.busy_since -= 601
+    if restarted:
+        sender._obey(Connect(Endpoint("http://127.0.0.1:1", "tiny")))
+    sender._refused(row, "no room", refusal)
+    assert sender.stats.failed == ({} if restarted else {"failed": 1})
+    assert sender.stats.samples == ([] if restarted else ["row-1: no room (for 601 s)"])
