@@ -98,7 +98,7 @@ def median(results: list[dict[str, Any]], value: str = "rate") -> float:
 def say(results: Results, name: str) -> None:
     rates = [result["rows"] / result["seconds"] for result in results[name]]
     print(
-        f"  {name:<13} {median(results[name]):>9,.0f} rows/s   whole {median(results[name], 'whole rate'):>9,.0f}"
+        f"  {name:<15} {median(results[name]):>9,.0f} rows/s   whole {median(results[name], 'whole rate'):>9,.0f}"
         f"   CPU {median(results[name], 'cpu'):>6.2f} s / 10,000 rows   rounds {min(rates):,.0f} to {max(rates):,.0f}",
         flush=True,
     )

@@ -3,7 +3,8 @@
     python -m benchmarks.batch vllm [--part speed|auto|run-batch] [--python PYTHON] [--model DIR] [--shared-session]
 
 `speed`: the provider with and without packs against AsyncOpenAI, with short prompts and with those of the other parts,
-of which the server's own work a row is twice as much; `auto`: concurrency="auto" against fixed
+of which the server's own work a row is twice as much. Two bounds beside it: a bare loop over the same HTTP library (of
+rows sent alone), and vLLM's engine without server and client (of packs); `auto`: concurrency="auto" against fixed
 numbers; `run-batch`: against `vllm run-batch` on the same prompts, for the rows and for the whole job.
 """
 
@@ -105,11 +106,34 @@ def answers(url: str) -> bool:
         return False
 
 
+def engine_alone(vllm: Vllm, rounds: int, rows: int, prompt: str) -> dict[str, list[float]]:
+    """rows/s of vLLM's engine with 64 sequences, fed without a server: each round's."""
+    job = {"model": vllm.model, "rows": rows, "in_flight": 64, "prompt": PROMPTS[prompt]}
+    script = str(Path(__file__).with_name("engine_alone.py"))
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "rates.json"
+        command = [vllm.python, script, json.dumps({**job, "rounds": rounds}), str(out)]
+        done = subprocess.run(
+            command,
+            env=environment(scratch),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=scratch,
+        )
+        if done.returncode:
+            raise SystemExit(f"the engine failed ({done.returncode}):\n{done.stderr[-3000:]}")
+        found: dict[str, list[float]] = json.loads(out.read_text())
+    return found
+
+
 def speed(vllm: Vllm, rounds: int, rows: int) -> bool:
     jobs: dict[str, tuple[str, dict[str, Any]]] = {
         "packed": ("provider", {"pack": 16}),
+        "64 packs": ("provider", {"pack": 16, "in_flight": 64 * 16}),
         "alone": ("provider", {"pack": 1}),
         "auto": ("provider", {"pack": "auto", "in_flight": "auto"}),
+        "bare": ("bare", {}),
         "openai": ("openai", {}),
     }
     found: Results = defaultdict(list)
@@ -123,11 +147,17 @@ def speed(vllm: Vllm, rounds: int, rows: int) -> bool:
     print(f"Real server, {rows:,} chat rows of 8 tokens, 64 in flight")
     for name in found:
         say(found, name)
-    openai = median(found["openai, long"])
-    for name in ("packed", "alone"):
-        print(
-            f"       {name}, long, times AsyncOpenAI: {median(found[f'{name}, long']) / openai:.2f}"
-        )
+    for prompt in PROMPTS:
+        openai = median(found[f"openai, {prompt}"])
+        for name in ("packed", "64 packs", "alone", "auto", "bare"):
+            times = median(found[f"{name}, {prompt}"]) / openai
+            print(f"       {name}, {prompt}, times AsyncOpenAI: {times:.2f}")
+        for name, rates in engine_alone(vllm, rounds, rows, prompt).items():
+            rate = statistics.median(rates)
+            print(
+                f"       the engine alone, from {name}, {prompt}: {rate:,.0f} rows/s,"
+                f" times AsyncOpenAI: {rate / openai:.2f}"
+            )
     openai = median(found["openai, short"])
     good = verdict("packed, times AsyncOpenAI", median(found["packed, short"]) / openai, 4)
     good &= verdict("alone, times AsyncOpenAI", median(found["alone, short"]) / openai, 2)
