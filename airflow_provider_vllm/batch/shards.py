@@ -6,7 +6,7 @@
 
 Invariants: shards are consecutive parts, so that merging in their order keeps the input's; `row_offset`
 keeps the ids that rows without a `custom_id` get as they would be without shards; neither shards nor what is
-merged take the place of their own input, and what is merged of no file that is not its own.
+merged take the place of their own input, or of a file that is not their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -38,6 +39,7 @@ from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
 SUFFIX = {"jsonl": ".jsonl", "text": ".txt", "csv": ".csv", "parquet": ".parquet"}
+CLAIM = "shards.json"  # in the shards' folder: the input that they are of
 SHARD = re.compile(r"shard-\d{4,}(\.\d+)?\.(jsonl|txt|csv|parquet)")
 
 
@@ -53,7 +55,7 @@ def split(
 
     Returns arguments for one batch each: `input_path` (a list where what one CSV file leaves open would run into the
     next), `row_offset`. Raises InvalidPrompts for an input that cannot be read, files of different formats, or an
-    `input_path` that takes in the shards themselves.
+    `input_path` that takes in the shards themselves, and InvalidInput for a folder that has shards of another input.
     """
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
         raise InvalidInput(f"shards is {shards!r}; use a number from 1")
@@ -70,15 +72,51 @@ def split(
     if not rows:
         raise InvalidPrompts(f"input_path {', '.join(spec.paths)} holds no rows: nothing to split")
     folder.mkdir(parents=True, exist_ok=True)
+    claim = _claim(folder, spec.paths, str(output_dir), to_path)
     kind = formats.pop()
     made: list[dict[str, Any]] = []
     for index, (first, data) in enumerate(pieces(kind, sources, max(1, -(-rows // shards)))):
         stem = f"{str(output_dir).rstrip('/')}/shard-{index:04d}"
         names = _write(stem, SUFFIX[kind], data, to_path)
         if index == 0:
-            _check_apart_now(spec, names, folder, to_path)
+            _check_apart_now(spec, [*claim, *names], folder, to_path)
         made.append({"input_path": names if len(names) > 1 else names[0], "row_offset": first})
     return made
+
+
+def _claim(folder: Any, paths: Sequence[str], output_dir: str, to_path: ToPath) -> list[str]:
+    """Note whose shards the folder has, before one is written; the name of the note where it is new.
+
+    Raises InvalidInput where shards would be overwritten that a batch of another input may still be reading.
+    """
+    name = f"{output_dir.rstrip('/')}/{CLAIM}"
+    remedy = (
+        "give the shards a folder of their own, one for each run where the input's path changes"
+    )
+    try:
+        noted = orjson.loads(to_path(name).read_bytes())["input"]
+    except FileNotFoundError:
+        if (found := _any_shard(folder)) is not None:
+            raise InvalidInput(
+                f"split: {found} exists and no split has written it; {remedy}"
+            ) from None
+        with results.replacing(name, to_path) as file:
+            file.write(orjson.dumps({"input": list(paths)}))
+        return [name]
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidInput(f"split: {name} exists and no split has written it; {remedy}") from error
+    if noted != list(paths):
+        raise InvalidInput(
+            f"split: {output_dir} has the shards of another input ({', '.join(map(str, noted))}); {remedy}"
+        )
+    return []
+
+
+def _any_shard(folder: Any) -> Any:
+    """The path of one, or None; on object storage an empty folder does not exist."""
+    with suppress(FileNotFoundError):
+        return next((path for path in folder.iterdir() if SHARD.fullmatch(path.name)), None)
+    return None
 
 
 def _write(stem: str, suffix: str, data: Blocks, to_path: ToPath) -> list[str]:

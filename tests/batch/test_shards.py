@@ -177,7 +177,7 @@ def test_a_glob_that_takes_in_the_shards(tmp_path: Path, pattern: str) -> None:
     for _ in range(2):
         with pytest.raises(InvalidPrompts, match="a folder that input_path does not cover"):
             split(str(tmp_path / pattern), str(folder), shards=2)
-        assert sorted(tmp_path.rglob("*.jsonl")) == before
+        assert sorted(tmp_path.rglob("*.json*")) == before
     apart = tmp_path.parent / f"{tmp_path.name}-apart"
     for _ in range(2):
         made = split(str(tmp_path / pattern), str(apart), shards=2)
@@ -190,6 +190,37 @@ def test_a_shard_never_takes_the_place_of_its_input(tmp_path: Path) -> None:
     with pytest.raises(InvalidPrompts, match="it would be overwritten"):
         split(str(source), str(tmp_path / "link"), shards=2)
     assert len(read_rows(source)) == 2
+
+
+def test_shards_take_the_place_of_no_others(tmp_path: Path) -> None:
+    """Mapped batches of the other input may still read theirs: they would answer the wrong rows."""
+    first = write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}] * 4)
+    other = write_rows(tmp_path / "b.jsonl", [{"prompt": "b"}] * 4)
+    work = tmp_path / "work"
+    made = split(str(first), str(work), shards=4)
+    before = {path: path.read_bytes() for path in work.iterdir()}
+    with pytest.raises(InvalidInput, match=r"work has the shards of another input \(.*a\.jsonl\)"):
+        split(str(other), str(work), shards=2)
+    assert {path: path.read_bytes() for path in work.iterdir()} == before
+    assert split(str(first), str(work), shards=4) == made
+    write_rows(first, [{"prompt": "new"}] * 2)
+    assert len(split(str(first), str(work), shards=4)) == 2, (
+        "the same path, written anew, is the same input"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("shard-0003.csv", "mine"), ("shards.json", "mine"), ("shards.json", "[1]")],
+)
+def test_shards_take_the_place_of_no_files_of_a_user(tmp_path: Path, name: str, text: str) -> None:
+    source = write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}] * 4)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / name).write_text(text)
+    with pytest.raises(InvalidInput, match=f"{name} exists and no split has written it"):
+        split(str(source), str(tmp_path / "work"), shards=2)
+    (found,) = (tmp_path / "work").iterdir()
+    assert found.read_text() == text
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b" \n\t\r\n", b"\x0c\n\n", b"\xc2\xa0"])
