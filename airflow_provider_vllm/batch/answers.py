@@ -163,9 +163,8 @@ def error_line(
     *,
     status: int | None = None,
     body: bytes | None = None,
-    detail: dict[str, Any] | None = None,
 ) -> bytes:
-    """The line of a failed row; with `status`, the server's own body is kept."""
+    """The line of a failed row, with its place; with `status`, the server's own body is kept."""
     response = None
     if status is not None:
         parsed: Any
@@ -175,22 +174,23 @@ def error_line(
         except (orjson.JSONDecodeError, TypeError):  # what is nested too deep is read, not written
             parsed = (body or b"").decode("utf-8", "replace")
         response = {"status_code": status, "request_id": None, "body": parsed}
+    error: dict[str, Any] = {"code": code, "message": clean(message)}
+    error |= {"file": clean(row.source), "line": row.line}
+    if isinstance(row, BadRow) and row.field is not None:
+        error["field"] = clean(row.field)
     return dumps(
         {
             "id": f"vllm-{row.key.decode()}",
             "custom_id": row.custom_id,
             "response": response,
-            "error": {"code": code, "message": clean(message), **(detail or {})},
+            "error": error,
         }
     )
 
 
 def bad_row_line(row: BadRow) -> bytes:
     """The line of a record that was never sent."""
-    detail = {"file": clean(row.source), "line": row.line}
-    if row.field is not None:
-        detail["field"] = clean(row.field)
-    return error_line(row, row.code, row.text, detail=detail)
+    return error_line(row, row.code, row.text)
 
 
 def server_message(reply: Reply) -> str:

@@ -21,7 +21,7 @@ from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.csv_rows import CsvWriter
 from airflow_provider_vllm.batch.exact import loads
-from airflow_provider_vllm.batch.extent import measure
+from airflow_provider_vllm.batch.extent import digest
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.parquet_rows import BATCH, ROWS
 from airflow_provider_vllm.batch.parquet_tables import (
@@ -126,7 +126,7 @@ def write_columns(
 
     def unchanged() -> None:
         meta = journal.read_meta()
-        if meta is not None and sources and measure(spec, sources).digest != meta.input:
+        if meta is not None and sources and digest(spec, sources) != meta.input:
             raise BatchFailed(f"the input was changed while the batch ran; {PUT_BACK}")
         before()
 

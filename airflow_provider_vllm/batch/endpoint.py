@@ -46,8 +46,10 @@ class ServerLink(Protocol):
         """Say that the batch moves, so that the server's lease is extended. Never raises for a lost server."""
         ...
 
-    def recover(self, reason: str) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
         """Called once for each loss: bring the server back (own: start it again; foreign: wait for it).
+
+        `by_row` says that a row which was alone in flight is to blame, not the server.
 
         Raises ServerLost, with the diagnosis where there is one, when it can't be brought back, and
         NoFreeGpu, which ends the run of the batch with its rows kept.

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -19,26 +22,28 @@ from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.version import version_of
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+TELL_EVERY = 10.0  # seconds
+
 
 @dataclass(frozen=True)
 class Extent:
-    """How many rows there are (None: not known without reading a remote file) and a digest of the input."""
+    """How many rows there are, and a digest of the input."""
 
-    rows: int | None
+    rows: int
     digest: str
 
 
 def measure(spec: BatchSpec, sources: tuple[Source, ...]) -> Extent:
-    """Count and digest the input: local files and lists by content, remote ones by name and `version_of`.
+    """Count the rows, and digest the input as `digest` does. Each file is read to its end, Parquet but for its rows.
 
-    Raises InvalidPrompts where a file holds no row at all.
+    Raises InvalidPrompts where a file holds no row at all, or cannot be read to its end.
     """
-    hasher = hashlib.blake2b(digest_size=16)
     if spec.prompts is not None:
-        for prompt in spec.prompts:
-            hasher.update(_mark(prompt) + b"\n")
-        return Extent(len(spec.prompts), hasher.hexdigest())
-    total: int | None = 0
+        return Extent(len(spec.prompts), digest(spec, sources))
+    hasher = _hasher()
+    total = 0
     for source in sources:
         try:
             rows = _rows(source, spec, hasher)
@@ -50,8 +55,22 @@ def measure(spec: BatchSpec, sources: tuple[Source, ...]) -> Extent:
             ) from error
         if rows == 0:
             raise InvalidPrompts(f"input_path {source.name} holds no rows: there is nothing to do")
-        total = None if rows is None or total is None else total + rows
+        total += rows
     return Extent(total, hasher.hexdigest())
+
+
+def digest(spec: BatchSpec, sources: tuple[Source, ...]) -> str:
+    """Lists and local files by content, remote files by name and `version_of`, unread. Raises what reading raises."""
+    hasher = _hasher()
+    for prompt in spec.prompts or ():
+        hasher.update(_mark(prompt) + b"\n")
+    for source in sources:
+        _digest(source, hasher)
+    return str(hasher.hexdigest())
+
+
+def _hasher() -> Any:
+    return hashlib.blake2b(digest_size=16)
 
 
 MARK = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -73,28 +92,27 @@ def _type(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int | None:
-    if not is_local(source.path):
-        hasher.update(f"{source.name} {version_of(source.path)}\n".encode())
-        if source.format != "parquet":
-            return None if _has_rows(source, spec) else 0
-    elif source.format in ("jsonl", "text"):
-        return _count_lines(source, hasher)
-    else:
-        with source.path.open("rb") as file:
-            while block := file.read(BLOCK):
-                hasher.update(block)
+def _rows(source: Source, spec: BatchSpec, hasher: Any) -> int:
+    if source.format in ("jsonl", "text"):
+        if is_local(source.path):
+            return _count_lines(source, hasher)
+        _digest(source, hasher)
+        return _count_lines(source)
+    _digest(source, hasher)
     if source.format == "parquet":
         return _count_parquet(source)
-    return sum(1 for _ in READERS["csv"](source, spec))
+    rows = READERS["csv"](source, spec)
+    return sum(1 for _ in telling(rows, lambda row: 1, source.name, "rows"))
 
 
-def _has_rows(source: Source, spec: BatchSpec) -> bool:
-    """Whether there is a row at all; of most files the start says so, and they are not opened again."""
-    start = source.start.removeprefix(BOM).strip(b"\r\n \t")
-    if b"\n" in start or (start and source.format != "csv"):
-        return True
-    return next(READERS[source.format](source, spec), None) is not None
+def _digest(source: Source, hasher: Any) -> None:
+    if not is_local(source.path):
+        hasher.update(f"{source.name} {version_of(source.path)}\n".encode())
+        return
+    as_it_is = source.format in ("csv", "parquet")
+    with source.path.open("rb") if as_it_is else source.open() as file:
+        while block := file.read(BLOCK):
+            hasher.update(block)
 
 
 def _count_parquet(source: Source) -> int:
@@ -111,14 +129,28 @@ def _count_parquet(source: Source) -> int:
         return int(table.metadata.num_rows)
 
 
-def _count_lines(source: Source, hasher: Any) -> int:
+def _count_lines(source: Source, hasher: Any = None) -> int:
     """Lines up to the last one that is not blank."""
     ends = rows = 0
     with source.open() as file:
-        while block := file.read(BLOCK):
-            hasher.update(block)
+        for block in telling(iter(lambda: file.read(BLOCK), b""), len, source.name, "bytes"):
+            if hasher is not None:
+                hasher.update(block)
             used = block.rstrip(b"\r\n \t")
             if used.removeprefix(BOM):
                 rows = ends + used.count(b"\n") + 1
             ends += block.count(b"\n")
     return rows
+
+
+def telling(
+    items: Iterator[Item], size: Callable[[Item], int], name: str, unit: str
+) -> Iterator[Item]:
+    """The same items; how much of them has passed is in the log every ten seconds."""
+    told, passed = time.monotonic(), 0
+    for item in items:
+        passed += size(item)
+        yield item
+        if (now := time.monotonic()) >= told + TELL_EVERY:
+            told = now
+            log.info("Counting the rows of %s: %s %s so far", name, f"{passed:,}", unit)

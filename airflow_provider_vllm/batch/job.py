@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import orjson
@@ -20,7 +19,6 @@ from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.parameters import Spelling
-from airflow_provider_vllm.batch.places import places
 from airflow_provider_vllm.batch.progress import Progress
 from airflow_provider_vllm.batch.resume import Left, Resumed
 from airflow_provider_vllm.batch.row import Row
@@ -75,7 +73,7 @@ class Job:
         maker = RowMaker(
             spec,
             self._endpoint.model,
-            extent.rows or 0,
+            extent.rows,
             pack=may_pack,
             server=self._endpoint.fingerprint,
             spelling=Spelling(self._log),
@@ -111,7 +109,6 @@ class Job:
             self._log,
             progress,
             self._on_progress,
-            partial(places, spec, self._checked.sources),
         )
         try:
             sender.start()

@@ -35,7 +35,7 @@ class Ledger:
         spec: BatchSpec,
         journal: Journal,
         stats: Stats,
-        total: int | None,
+        total: int,
         check: Check | None,
     ) -> None:
         self._spec, self._journal, self._stats = spec, journal, stats
@@ -106,7 +106,7 @@ class Ledger:
 
     def invalid(self, row: BadRow) -> None:
         """A record that cannot be sent."""
-        self.failed(row, "invalid_input", bad_row_line(row), row.text)
+        self.failed(row, "invalid_input", bad_row_line(row), row.message)
 
     def failed(self, row: Row | BadRow, outcome: str, line: bytes, message: str) -> None:
         """The last word on a row; `line` is its JSON in the errors file."""
@@ -116,7 +116,7 @@ class Ledger:
         stats.done += 1
         stats.failed[outcome] += 1
         if len(stats.samples) < SAMPLES:
-            stats.samples.append(sample(row.custom_id, message))
+            stats.samples.append(sample(row, message))
         reason = reason_to_fail(
             done=stats.done,
             errors=stats.errors,

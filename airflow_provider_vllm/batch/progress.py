@@ -16,7 +16,7 @@ class Progress:
     generates, for others too, by its own counter (None where it has none, or a new server began at 0).
     """
 
-    def __init__(self, total: int | None, now: float) -> None:
+    def __init__(self, total: int, now: float) -> None:
         self._total = total
         self._began = self._last = now
         self._last_done = self._last_tokens = 0
@@ -41,7 +41,7 @@ class Progress:
             (tokens - self._last_tokens) / span,
         )
         average = sent / max(now - self._began, 1e-6)
-        left = None if self._total is None or average <= 0 else (self._total - stats.done) / average
+        left = None if average <= 0 else (self._total - stats.done) / average
         self._last, self._last_done, self._last_tokens = now, sent, tokens
         numbers = {
             "done": stats.done,
@@ -68,7 +68,6 @@ class Progress:
 
     @staticmethod
     def _line(n: dict[str, Any]) -> str:
-        total = f"{n['done']}/{n['total']}" if n["total"] else f"{n['done']}"
         server = (
             f", server running {n['running']} waiting {n['waiting']}"
             if n["running"] is not None
@@ -78,7 +77,7 @@ class Progress:
             server += f" generating {n['server_tokens_per_second']:.0f} tokens/s"
         left = "" if n["seconds_left"] is None else f", about {clock(n['seconds_left'])} left"
         return (
-            f"{total} rows, {n['rows_per_second']:.1f} rows/s, {n['tokens_per_second']:.0f} tokens/s, "
+            f"{n['done']}/{n['total']} rows, {n['rows_per_second']:.1f} rows/s, {n['tokens_per_second']:.0f} tokens/s, "
             f"{n['in_flight']} in flight{server}, {n['errors']} errors{left}"
         )
 

@@ -97,7 +97,7 @@ def resume(spec: BatchSpec, checked: Checked, journal: Journal, endpoint: Endpoi
             f"{' and '.join(why)} since an earlier try, whose {len(earlier.answers)} answers are in {journal.name}; "
             'put it back, or set on_changed_input="rerun"'
         )
-    maker = RowMaker(spec, endpoint.model, checked.extent.rows or 0, server=endpoint.fingerprint)
+    maker = RowMaker(spec, endpoint.model, checked.extent.rows, server=endpoint.fingerprint)
     with _goodness(spec, journal) as is_good:
         try:
             rows = maker.rows(records(spec, checked.sources))

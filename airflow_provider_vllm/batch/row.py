@@ -11,7 +11,7 @@ PROMPTS = "prompts"  # the name of a list as a source
 
 
 class Row:
-    """One request. `key` is 16 hex digits.
+    """One request. `key` is 16 hex digits; `source` and `line` are where it stands, from 1.
 
     `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at;
     `params` and `prompt` are set where it may be packed.
@@ -22,6 +22,8 @@ class Row:
     busy_since: float | None = None
     params: bytes | None = None
     prompt: Any = None
+    source = PROMPTS
+    line = 0
 
     def __init__(self, number: int, custom_id: str, url: str, body: bytes, key: bytes) -> None:
         self.number = number
@@ -46,10 +48,15 @@ class BadRow:
     @property
     def text(self) -> str:
         """Where it stands and what is wrong, for log and errors file."""
-        lines = self.source != PROMPTS and suffix_of(self.source) != ".parquet"
-        return f"{self.source}, {'line' if lines else 'row'} {self.line}: {self.message}"
+        return f"{place_of(self)}: {self.message}"
 
     @property
     def key(self) -> bytes:
         """The number of the row: a broken record has no request to take a fingerprint of."""
         return b"%016x" % self.number
+
+
+def place_of(row: Row | BadRow) -> str:
+    """Where a record stands, for a message."""
+    lines = row.source != PROMPTS and suffix_of(row.source) != ".parquet"
+    return f"{row.source}, {'line' if lines else 'row'} {row.line}"

@@ -88,9 +88,12 @@ class RowMaker:
         number, make, add = self._next, self._make, rows.append
         for source, line, value in records:
             try:
-                add(make(number, value))
+                row = make(number, value)
             except (RowError, RecordError) as error:
                 add(self._bad(number, source, line, value, error))
+            else:
+                row.source, row.line = source, line
+                add(row)
             number += 1
         self._next = number
         return rows

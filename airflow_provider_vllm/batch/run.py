@@ -52,7 +52,7 @@ def run_batch(
     endpoint = link.planned()
     # Before the lock is waited for, and again when it is held.
     check_journal(spec, checked, journal, spec.fingerprint(endpoint.model, endpoint.fingerprint))
-    journal.open(checked.extent.rows or 0)
+    journal.open(checked.extent.rows)
     try:
         resumed = resume(spec, checked, journal, endpoint)
         resumed.report(log)

@@ -71,7 +71,7 @@ class Sender(threading.Thread):
         earlier: Earlier | None,
         endpoint: Endpoint,
         *,
-        total: int | None,
+        total: int,
         may_pack: bool = False,
         short: bool = False,
         check: Check | None = None,
@@ -103,6 +103,7 @@ class Sender(threading.Thread):
         self._paused_at = 0.0
         self._filled = 0.0
         self._connected = 0.0
+        self._answered_at_blame = -1  # rows that were, when last a row was to blame for a loss
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
 
@@ -420,24 +421,47 @@ class Sender(threading.Thread):
         self._client.close()
         self._client = None
         self.stats.in_flight = 0
+        by_row = self._is_by_row(hit)
         for row in hit:
             self._bereave(row, reason)
         self._ledger.flush()
         if self._waiting:
-            self.events.put(NeedServer.of(reason, hit))
+            self.events.put(NeedServer(reason, tuple(hit), by_row))
         else:
             self._stopped = True
+
+    def _is_by_row(self, hit: list[Row]) -> bool:
+        """Whether a row that was alone is to blame: not where nothing was answered since the last such loss."""
+        if not hit or hit[0] is not self._waiting.alone:
+            return False
+        before, self._answered_at_blame = self._answered_at_blame, self.stats.ok
+        return before != self.stats.ok
 
     def _bereave(self, row: Row, reason: str) -> None:
         """One more server was lost with this row in flight."""
         row.deaths += 1
         self._ledger.lost(row)
         if row is self._waiting.alone:
-            times = row.deaths % PROVEN or 1
-            text = f"the server was lost {times} times with this row in flight, at last alone: {reason}"
-            self._ledger.failed(row, "suspect", error_line(row, "suspect", text), text)
+            self._end_suspect(row, reason)
         elif row.deaths >= SUSPECT_DEATHS:
             self._waiting.suspect(row)
         else:
             self.stats.retries += 1
             self._waiting.put_back(row)
+
+    def _end_suspect(self, row: Row, reason: str) -> None:
+        """It took the server down alone. Where it had in an earlier try, others that had are believed to do it, too."""
+        if row.deaths <= PROVEN:
+            text = f"the server was lost {row.deaths} times with this row in flight, at last alone: {reason}"
+            self._blame(row, text)
+            return
+        again = "the server was lost with this row alone in flight, in an earlier try and now again"
+        self._blame(row, f"{again}: {reason}")
+        for other in self._waiting.take_deadly():
+            text = "the server was lost in an earlier try with this row alone in flight; it was not sent again, since "
+            self._blame(
+                other, f"{text}{row.custom_id}, of the same kind, took the server down again"
+            )
+
+    def _blame(self, row: Row, text: str) -> None:
+        self._ledger.failed(row, "suspect", error_line(row, "suspect", text), text)

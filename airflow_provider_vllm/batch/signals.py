@@ -71,15 +71,13 @@ class Trouble:
 class NeedServer:
     """Event: the server is given up and rows are left. The watch brings one back.
 
-    `in_flight` are number and bytes of the rows that it had.
+    `in_flight` are the rows that it had. `by_row`: it had one alone, and has answered others since the last loss of
+    that kind, so the row is to blame.
     """
 
     reason: str
-    in_flight: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, reason: str, rows: list[Row]) -> NeedServer:
-        return cls(reason, tuple((row.number, len(row.body)) for row in rows))
+    in_flight: tuple[Row, ...] = ()
+    by_row: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,9 @@ class Found:
 def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPath) -> None:
     """Raises BatchFailed where so many rows cannot be sent that the batch fails, whatever a server answers.
 
-    The message names the first of them, and the errors file where that holds all. Not judged is an input whose rows
-    are not counted (a remote file other than Parquet).
+    The message names the first of them, and the errors file where that holds all.
     """
-    if (total := checked.extent.rows) is None:
-        return
+    total = checked.extent.rows
     try:
         found = look(spec, checked, model, total)
     except UNREADABLE:
@@ -49,7 +47,7 @@ def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPa
     if found.read == total and found.count == len(found.rows):
         errors_at = results.write_error_lines(spec, map(bad_row_line, found.rows), to_path)
     reason = f"{found.reason}: they cannot be sent, and so no server was asked"
-    first = [sample(row.custom_id, row.text) for row in found.rows[:SAMPLES]]
+    first = [sample(row, row.message) for row in found.rows[:SAMPLES]]
     raise BatchFailed("; ".join(told(reason, first, errors_at)))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from airflow_provider_vllm.batch.row import BadRow, Row, place_of
+
 EARLY_ROWS = 50
 SAMPLES = 5  # failed rows that a message names
 
@@ -12,7 +14,7 @@ def reason_to_fail(
     *,
     done: int,
     errors: int,
-    total: int | None,
+    total: int,
     max_error_rate: float,
     max_errors: int | None,
     finished: bool,
@@ -25,7 +27,7 @@ def reason_to_fail(
     if max_errors is not None and errors > max_errors:
         return f"{errors} rows failed, more than max_errors={max_errors}"
     rows = done if finished else total
-    if rows is None or (not finished and done < EARLY_ROWS):
+    if not finished and done < EARLY_ROWS:
         return None
     if errors > max_error_rate * rows:
         of = f"of {rows}" if finished else f"of the first {done} of {rows}"
@@ -33,9 +35,9 @@ def reason_to_fail(
     return None
 
 
-def sample(custom_id: str, message: str) -> str:
-    """One failed row in a message."""
-    return f"{custom_id}: {message[:300]}"
+def sample(row: Row | BadRow, message: str) -> str:
+    """One failed row in a message: its name, its place, and what is wrong."""
+    return f"{row.custom_id}: {place_of(row)}: {message[:300]}"
 
 
 def told(reason: str, samples: Iterable[str], errors_at: str | None) -> list[str]:

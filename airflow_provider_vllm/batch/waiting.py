@@ -1,7 +1,8 @@
 """The rows that are not in flight, and which of them goes next.
 
 In this order: rows whose pause after a failure is over, rows that came back from a lost server, new rows
-of the input, and at the very end suspects, each alone. Invariant: a row is in one place only.
+of the input, and at the end suspects, each alone, those that have proven deadly before the last of all. Invariant:
+a row is in one place only.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class Waiting:
         self._later: list[tuple[float, int, Row]] = []
         self._tickets = 0
         self._suspects: deque[Row] = deque()
+        self._deadly: deque[Row] = deque()
         self.parcels: deque[list[Row]] = deque()  # parts of failed packs, sent as they are
         self.alone: Row | None = None  # the suspect that is, or was last, in flight by itself
 
     def __bool__(self) -> bool:
         return not self._input.ended or bool(
-            self._returned or self._later or self._suspects or self.parcels
+            self._returned or self._later or self._suspects or self._deadly or self.parcels
         )
 
     @property
@@ -71,8 +73,9 @@ class Waiting:
             return self._returned.popleft()
         if not self._input.ended and (row := self._take_new(idle)) is not None:
             return row
-        if idle and self._input.ended and self._suspects and not (self._later or self.parcels):
-            self.alone = self._suspects.popleft()
+        alone = self._suspects or self._deadly
+        if idle and self._input.ended and alone and not (self._later or self.parcels):
+            self.alone = alone.popleft()
             return self.alone
         return None
 
@@ -117,12 +120,15 @@ class Waiting:
         heapq.heappush(self._later, (until, self._tickets, row))
 
     def suspect(self, row: Row) -> None:
-        """Alone, when everything else is done; what has proven deadly before at the very end."""
+        """Alone, when everything else is done."""
         row.params = None
-        if row.deaths < PROVEN:
-            self._suspects.appendleft(row)
-        else:
-            self._suspects.append(row)
+        (self._suspects if row.deaths < PROVEN else self._deadly).append(row)
+
+    def take_deadly(self) -> list[Row]:
+        """The rows that took a server down alone in an earlier try, and were not sent in this one."""
+        rows = list(self._deadly)
+        self._deadly.clear()
+        return rows
 
     def close(self) -> None:
         self._input.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from airflow_provider_vllm.batch import health
@@ -18,8 +18,10 @@ from airflow_provider_vllm.batch.client import out_of_files
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
 from airflow_provider_vllm.batch.health import Movement, Vitals
 from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.places import spans
 from airflow_provider_vllm.batch.progress import Progress
 from airflow_provider_vllm.batch.readings import Readings
+from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.signals import (
     Connect,
@@ -51,11 +53,10 @@ class Watch:
         log: logging.Logger,
         progress: Progress,
         on_progress: OnProgress | None = None,
-        where: Callable[[Iterable[int]], str] = str,
     ) -> None:
         self._spec, self._link, self._endpoint = spec, link, endpoint
         self._sender, self._journal, self._log = sender, journal, log
-        self._progress, self._on_progress, self._where = progress, on_progress, where
+        self._progress, self._on_progress = progress, on_progress
         self._lost = False
         self._last_preemptions: int | None = None
         self.readings = Readings()
@@ -210,7 +211,7 @@ class Watch:
         self._say_in_flight(event.in_flight)
         self._log.info("Bringing the server back; %d rows are done, the others wait", left.done)
         try:
-            self._endpoint = self._link.recover(event.reason)
+            self._endpoint = self._link.recover(event.reason, by_row=event.by_row)
         except NoFreeGpu:
             raise  # whoever called may wait for one, and come back for the rows that are left
         except ServerError as error:
@@ -231,15 +232,15 @@ class Watch:
             )
         self._sender.commands.append(Connect(self._endpoint))
 
-    def _say_in_flight(self, rows: tuple[tuple[int, int], ...]) -> None:
+    def _say_in_flight(self, rows: tuple[Row, ...]) -> None:
         """Which rows the lost server had: one of them may have been its end."""
         if not rows:
             return
-        sizes = [size for _, size in rows]
+        sizes = [len(row.body) for row in rows]
         self._log.info(
             "%d rows were in flight and go back to the queue: %s (requests of %d to %d bytes)",
             len(rows),
-            self._where(number for number, _ in rows),
+            spans((row.source, row.line) for row in sorted(rows, key=lambda row: row.number)),
             min(sizes),
             max(sizes),
         )

@@ -70,8 +70,8 @@ class OwnServer:
             with contextlib.suppress(ServerUnreachable):
                 self._running.control.renew()
 
-    def recover(self, reason: str) -> Endpoint:
-        if not self._restarts.take(time.monotonic()):
+    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+        if not self._restarts.take(time.monotonic(), by_row=by_row):
             raise _lost(
                 self._running, f"{reason}; it was restarted as often as server_restarts allows"
             )
@@ -158,8 +158,8 @@ class SharedServer:
             with contextlib.suppress(ServerUnreachable):
                 self._control.renew()
 
-    def recover(self, reason: str) -> Endpoint:
-        if not self._restarts.take(time.monotonic()):
+    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+        if not self._restarts.take(time.monotonic(), by_row=by_row):
             raise ServerLost(f"{reason}; it was restarted as often as server_restarts allows")
         if not self._handle.on_this_host:
             self._report(f"the server on {self._handle.host} was lost ({reason}); waiting for it")
@@ -292,7 +292,7 @@ class ForeignEndpoint:
     def renew(self) -> None:
         """Somebody else's server has no lease of ours."""
 
-    def recover(self, reason: str) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
         self._report(
             f"{self._endpoint.base_url} was lost ({reason}); waiting up to {self._patience:g} s for it"
         )

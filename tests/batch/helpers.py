@@ -19,6 +19,7 @@ from airflow_provider_vllm.batch.run import BatchResult, run_batch
 from airflow_provider_vllm.batch.sources import local_path
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import ServerLost
+from airflow_provider_vllm.server.restarts import Restarts
 
 FAKE = Path(__file__).parents[1] / "fakes" / "endpoint.py"
 CHILD = Path(__file__).with_name("child.py")
@@ -51,7 +52,7 @@ class ForeignLink:
     def renew(self) -> None:
         self.renewed += 1
 
-    def recover(self, reason: str) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
         self.losses.append(reason)
         self.on_recover()
         deadline = time.monotonic() + self.patience
@@ -63,10 +64,10 @@ class ForeignLink:
 
 
 class OwnLink(ForeignLink):
-    """A server of ours in a process of its own: started again when it is lost, so many times."""
+    """A server of ours in a process of its own: started again when it is lost, by the operators' own rule."""
 
     def __init__(self, restarts: int = 2, **behaviour: Any) -> None:
-        self.restarts = restarts
+        self.restarts = Restarts(restarts)
         self._arguments = [f"{key}={value}" for key, value in behaviour.items()]
         self.process = self._start()
         super().__init__(self._url)
@@ -84,10 +85,10 @@ class OwnLink(ForeignLink):
         assert self.process.stdout is not None
         self.process.stdout.close()
 
-    def recover(self, reason: str) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
         self.losses.append(reason)
         self.kill()
-        if len(self.losses) > self.restarts:
+        if not self.restarts.take(time.monotonic(), by_row=by_row):
             raise ServerLost(f"the server died {len(self.losses)} times; it is not started again")
         self.process = self._start()
         self.endpoint = Endpoint(self._url, "tiny", owned=True)

@@ -118,6 +118,7 @@ def test_a_row_that_the_server_refuses(
     assert error["response"]["status_code"] == status
     assert error["response"]["body"]["error"]["message"]
     assert error["error"]["code"] == f"http_{status}"
+    assert (error["error"]["file"], error["error"]["line"]) == (str(tmp_path / "in.jsonl"), 5)
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_a_server_that_never_comes_back(link: ForeignLink, tmp_path: Path) -> No
 @pytest.mark.parametrize("pack", [1, 8])
 def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
     """It stands alone in the end, and everything else is answered."""
-    link = OwnLink(restarts=3, latency=0.02)
+    link = OwnLink(latency=0.02)
     made = [batch_row(f"id-{index}", f"prompt {index}") for index in range(80)]
     made[40] = batch_row("killer", "[[die]]")
     source = write_rows(tmp_path / "in.jsonl", made)
@@ -264,6 +264,64 @@ def test_a_row_that_kills_the_server(tmp_path: Path, pack: int) -> None:
     assert "at last alone" in error["error"]["message"]
     # Two losses with others in flight, the third with the suspect alone.
     assert result.manifest.server_losses == 3
+
+
+def with_killers(folder: Path, *killers: int) -> BatchSpec:
+    """80 rows, eight in flight; those of `killers` take the server down as soon as they come."""
+    made = [batch_row(f"id-{index}", f"prompt {index}") for index in range(80)]
+    for index in killers:
+        made[index] = batch_row(f"killer-{index}", f"[[die]] {index}")
+    source = write_rows(folder / "in.jsonl", made)
+    return BatchSpec(
+        input_path=str(source), output_path=str(folder / "out.jsonl"), concurrency=8, pack=1
+    )
+
+
+def suspects(folder: Path) -> dict[str, str]:
+    """What the errors file says of each suspect."""
+    rows = read_rows(folder / "out.jsonl.errors.jsonl")
+    assert {row["error"]["code"] for row in rows} == {"suspect"}
+    return {row["custom_id"]: row["error"]["message"] for row in rows}
+
+
+def test_deadly_rows_of_one_moment_cost_one_try(tmp_path: Path) -> None:
+    """A death that a row is to blame for does not use up the restarts, as long as others are answered in between."""
+    spec = with_killers(tmp_path, 0, 2, 4, 6)
+    link = OwnLink(latency=0.02)
+    try:
+        first = run(spec, link, tmp_path)
+        assert first.manifest.outcomes == {"ok": 76, "suspect": 4}
+        assert (first.manifest.server_losses, first.manifest.server_restarts) == (6, 6)
+        second = run(spec, link, tmp_path)
+    finally:
+        link.kill()
+    # The next try asks one of them again, and then believes it of the others.
+    assert second.manifest.outcomes == {"ok": 76, "suspect": 4}
+    assert (second.manifest.server_losses, second.manifest.server_restarts) == (1, 0)
+    said = suspects(tmp_path)
+    assert "in an earlier try and now again" in said["killer-0"]
+    assert all("killer-0, of the same kind" in said[f"killer-{index}"] for index in (2, 4, 6))
+
+
+def test_deadly_rows_in_a_row_count_against_the_server(tmp_path: Path) -> None:
+    """Nothing is answered between them, so it may be the server; the next try gets further."""
+    spec = with_killers(tmp_path, 0, 1, 2)
+    assert one_try(spec, tmp_path) is None
+    second = one_try(spec, tmp_path)
+    assert second is not None
+    assert second.manifest.outcomes == {"ok": 77, "suspect": 3}
+    assert set(suspects(tmp_path)) == {"killer-0", "killer-1", "killer-2"}
+
+
+def test_a_deadly_row_is_asked_again_by_the_next_try(link: ForeignLink, tmp_path: Path) -> None:
+    """Somebody may have mended what it met: this server stands it."""
+    spec = with_killers(tmp_path, 5)
+    first = one_try(spec, tmp_path)
+    assert first is not None and first.manifest.outcomes == {"ok": 79, "suspect": 1}
+    second = run(spec, link, tmp_path)
+    assert second.manifest.outcomes == {"ok": 80}
+    assert second.manifest.reused == 79
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
 
 def one_try(spec: BatchSpec, folder: Path) -> BatchResult | None:

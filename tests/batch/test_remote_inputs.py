@@ -1,4 +1,4 @@
-"""Input on object storage, which is not read to its end before the batch begins."""
+"""Input on object storage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from upath import UPath
 
+from airflow_provider_vllm.batch import extent
 from airflow_provider_vllm.batch.run import BatchResult, check_inputs, run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 from tests.batch.helpers import LOG, ForeignLink, to_path
+from tests.fakes.endpoint import ThreadedEndpoint
 
 BUCKET = "memory://inputs"
 pytestmark = pytest.mark.usefixtures("empty_bucket")
@@ -25,8 +27,66 @@ def spec(name: str, data: bytes, **more: Any) -> BatchSpec:
     return BatchSpec(input_path=f"{BUCKET}/{name}", **{**target, **more})
 
 
-def run(one: BatchSpec, link: ForeignLink) -> BatchResult:
-    return run_batch(one, link, journal_dir=f"{BUCKET}/journal", log=LOG, to_path=to_path)
+def run(one: BatchSpec, link: ForeignLink, **more: Any) -> BatchResult:
+    return run_batch(one, link, journal_dir=f"{BUCKET}/journal", log=LOG, to_path=to_path, **more)
+
+
+FORMS = {
+    "in.jsonl": lambda texts: "".join(json.dumps({"prompt": text}) + "\n" for text in texts),
+    "in.csv": lambda texts: "prompt\n" + "".join(f"{text}\n" for text in texts),
+    "in.txt": lambda texts: "".join(f"{text}\n" for text in texts),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("gz", [False, True])
+def test_the_verdict_comes_as_early_as_on_local_files(
+    server: ThreadedEndpoint, link: ForeignLink, name: str, gz: bool
+) -> None:
+    """The rows are counted before the first is sent, so that the rest, which cannot mend it, is not sent."""
+    texts = ["[[status 400]]"] * 300 + ["fine"] * 1500
+    data = FORMS[name](texts).encode()
+    one = spec(
+        f"{name}.gz" if gz else name,
+        gzip.compress(data) if gz else data,
+        output_path=f"{BUCKET}/out.jsonl",
+        max_error_rate=0.1,
+        concurrency=4,
+    )
+    with pytest.raises(BatchFailed, match=r"rows failed, more than max_error_rate=0\.1 allows"):
+        run(one, link)
+    assert 180 < server.behaviour.prompts.total() < 300
+
+
+def test_progress_knows_how_many_rows_there_are(
+    server: ThreadedEndpoint, link: ForeignLink
+) -> None:
+    server.behaviour.latency = 0.01
+    one = spec("in.txt", b"fine\n" * 200, concurrency=4, progress_interval=0.05)
+    seen: list[dict[str, Any]] = []
+    run(one, link, on_progress=seen.append)
+    assert {numbers["total"] for numbers in seen} == {200}
+    assert seen[-1]["seconds_left"] is not None
+
+
+def test_rows_that_cannot_be_sent_are_found_before_a_server_is_asked(link: ForeignLink) -> None:
+    lines = b'{"prompt": 5}\n{"prompt": "a"}\n' * 10
+    with pytest.raises(
+        BatchFailed, match=r"no server was asked; first errors: .*in\.jsonl, line 1: "
+    ):
+        run(spec("in.jsonl", lines, max_error_rate=0.1), link)
+    assert link.connects == 0
+
+
+def test_counting_that_takes_long_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extent, "TELL_EVERY", 0.0)
+    caplog.set_level("INFO")
+    check_inputs(spec("in{1}.jsonl", b'{"prompt": "a"}\n' * 100), to_path=to_path)
+    assert f"Counting the rows of {BUCKET}/in{{1}}.jsonl: 1,600 bytes so far" in caplog.text
+    check_inputs(spec("in.csv", b"prompt\n" + b"a\n" * 100), to_path=to_path)
+    assert f"Counting the rows of {BUCKET}/in.csv: 100 rows so far" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -47,8 +107,8 @@ def test_a_file_that_cannot_be_used(name: str, data: bytes, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["in.jsonl.gz", "in.csv.gz", "in.txt.gz"])
-def test_a_gzip_file_that_was_cut_off(link: ForeignLink, name: str) -> None:
-    """The answers to what could be read are kept, and the file and the line are named."""
+def test_a_gzip_file_that_is_cut_off(link: ForeignLink, name: str) -> None:
+    """Before the batch begins it is refused; later the answers to what could be read are kept."""
     dice = random.Random(1)
     texts = [f"{dice.random()}" for _ in range(4000)]
     form = name.split(".")[1]
@@ -56,21 +116,17 @@ def test_a_gzip_file_that_was_cut_off(link: ForeignLink, name: str) -> None:
     head = "prompt\n" if form == "csv" else ""
     whole = gzip.compress((head + "\n".join(lines) + "\n").encode())
     to = {"output_path": f"{BUCKET}/out.jsonl"}
-    one = spec(name, whole[: len(whole) // 2], **to)
+    part = whole[: len(whole) // 2]
+    with pytest.raises(InvalidPrompts, match=rf"{name}.* cannot be read .*to its end"):
+        check_inputs(spec(name, part, **to), to_path=to_path)
+    checked = check_inputs(spec(name, whole, **to), to_path=to_path)
     with pytest.raises(
         BatchFailed, match=rf"{name} cannot be read on after line \d{{4}}: .* are kept"
     ):
-        run(one, link)
+        run(spec(name, part, **to), link, checked=checked)
     result = run(spec(name, whole, **to), link)
     assert result.manifest.rows == result.manifest.ok == 4000
     assert result.manifest.reused > 1000
-
-
-def test_one_whose_columns_are_looked_through_before() -> None:
-    """JSON lines have any columns, so all are read before a table is promised."""
-    whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % (n * n) for n in range(5000)))
-    with pytest.raises(InvalidPrompts, match=r"in\.jsonl\.gz cannot be read on after line"):
-        check_inputs(spec("in.jsonl.gz", whole[:-99]), to_path=to_path)
 
 
 def test_a_quote_that_is_never_closed(link: ForeignLink) -> None:

@@ -339,7 +339,7 @@ def test_a_sender_of_bad_rows_alone_can_be_stopped(
     journal.open()
     endless = Direct(itertools.repeat(("in.jsonl", 1, b"no JSON")))
     endpoint = Endpoint(server.base_url, "tiny")
-    sender = Sender(spec, endless, RowMaker(spec, "tiny"), journal, None, endpoint, total=None)
+    sender = Sender(spec, endless, RowMaker(spec, "tiny"), journal, None, endpoint, total=1 << 40)
     sender.start()
     until(lambda: sender.stats.done > 2000)
     sender.stop(timeout=10)

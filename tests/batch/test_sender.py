@@ -29,7 +29,7 @@ def a_sender(folder: Path, spec: BatchSpec, records: Iterable[Record]) -> Sender
     journal.open()
     endpoint = Endpoint("http://127.0.0.1:1", "tiny")
     maker = RowMaker(spec, "tiny")
-    return Sender(spec, Direct(iter(records)), maker, journal, None, endpoint, total=None)
+    return Sender(spec, Direct(iter(records)), maker, journal, None, endpoint, total=100)
 
 
 class Sent:
@@ -123,4 +123,6 @@ def test_patience_with_refusals_is_with_one_server(tmp_path: Path, restarted: bo
         sender._obey(Connect(Endpoint("http://127.0.0.1:1", "tiny")))
     sender._refused(row, "no room", refusal)
     assert sender.stats.failed == ({} if restarted else {"failed": 1})
-    assert sender.stats.samples == ([] if restarted else ["row-1: no room (for 601 s)"])
+    assert sender.stats.samples == (
+        [] if restarted else ["row-1: prompts, row 1: no room (for 601 s)"]
+    )

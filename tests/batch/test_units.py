@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +13,9 @@ from airflow_provider_vllm.batch import health
 from airflow_provider_vllm.batch.ahead import CHUNK, DEPTH, Ahead, Direct
 from airflow_provider_vllm.batch.compact import IntMap, IntSet
 from airflow_provider_vllm.batch.health import Movement, Vitals, is_stalled, observe
-from airflow_provider_vllm.batch.places import places
+from airflow_provider_vllm.batch.places import spans
 from airflow_provider_vllm.batch.progress import Progress, clock
 from airflow_provider_vllm.batch.signals import Stats
-from airflow_provider_vllm.batch.sources import find_sources, local_path
-from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.template import RowError, Template
 from airflow_provider_vllm.batch.verdict import backoff, reason_to_fail
 from airflow_provider_vllm.exceptions import InvalidInput
@@ -120,13 +117,10 @@ def test_reading_ahead_ends_when_closed() -> None:
         (49, 49, 100, False, False),  # fewer than 50 rows are in
         (50, 11, 100, False, True),  # the other 50 could not mend it
         (50, 10, 100, False, False),
-        (1000, 1000, None, False, False),  # the total is unknown: wait for the end
         (3, 0, 3, True, False),
     ],
 )
-def test_the_verdict(
-    done: int, errors: int, total: int | None, finished: bool, fails: bool
-) -> None:
+def test_the_verdict(done: int, errors: int, total: int, finished: bool, fails: bool) -> None:
     reason = reason_to_fail(
         done=done,
         errors=errors,
@@ -140,7 +134,7 @@ def test_the_verdict(
 
 def test_max_errors_is_judged_at_once() -> None:
     reason = reason_to_fail(
-        done=2, errors=2, total=None, max_error_rate=1, max_errors=1, finished=False
+        done=2, errors=2, total=100, max_error_rate=1, max_errors=1, finished=False
     )
     assert reason == "2 rows failed, more than max_errors=1"
 
@@ -188,8 +182,8 @@ def test_progress_lines() -> None:
     assert numbers["seconds_left"] == 90
     assert clock(59) == "59 s"
     assert clock(7500) == "2 h 5 min"
-    line, _ = Progress(None, 0.0).report(Stats(), Vitals(), 1.0)
-    assert line == "0 rows, 0.0 rows/s, 0 tokens/s, 0 in flight, 0 errors"
+    line, _ = Progress(7, 0.0).report(Stats(), Vitals(), 1.0)
+    assert line == "0/7 rows, 0.0 rows/s, 0 tokens/s, 0 in flight, 0 errors"
 
 
 def test_progress_before_a_row_is_done_shows_what_the_server_generates() -> None:
@@ -226,16 +220,8 @@ def test_templates() -> None:
         Template("{a:d}").fill({"a": "text"})
 
 
-def test_places_are_spans_of_lines(tmp_path: Path) -> None:
-    one, two = tmp_path / "a.jsonl", tmp_path / "b.csv"
-    one.write_text('{"prompt": "x"}\n' * 3 + "\n" + '{"prompt": "x"}\n' * 6)
-    two.write_text("prompt\n" + "x\n" * 50)
-    spec = BatchSpec(input_path=[str(one), str(two)], output_path=str(tmp_path / "out.jsonl"))
-    sources = find_sources(spec, local_path)
-    assert places(spec, sources, [2, 0, 1, 9, 10, 12]) == f"{one}:1-3, {one}:10, {two}:2, {two}:4"
-    many = places(spec, sources, range(10, 50, 2))
-    assert many.endswith(" and 12 more")
-    assert places(spec, sources, []) == ""
-    one.unlink()
-    assert places(spec, sources, [4, 5, 8]) == "row 5-6, row 9"
-    assert places(BatchSpec(prompts=["a", "b"]), (), [1]) == "prompts:2"
+def test_places_are_spans_of_lines() -> None:
+    numbers = [("a.jsonl", line) for line in (1, 2, 3, 10)] + [("b.csv", line) for line in (11, 13)]
+    assert spans(numbers) == "a.jsonl:1-3, a.jsonl:10, b.csv:11, b.csv:13"
+    assert spans(("a", line) for line in range(10, 50, 2)).endswith("a:24 and 12 more")
+    assert spans([]) == ""

@@ -25,6 +25,14 @@ def test_a_server_that_has_served_long_enough_counts_as_a_new_one() -> None:
     assert not restarts.take(now + SERVED_S - 1)
 
 
+def test_a_death_that_a_row_is_to_blame_for_is_not_counted() -> None:
+    restarts = Restarts(1)
+    assert all(restarts.take(float(now), by_row=True) for now in range(5))
+    assert restarts.take(6.0)
+    assert not restarts.take(7.0)
+    assert not Restarts(0).take(1.0, by_row=True), "never started again means never"
+
+
 def test_a_start_that_never_served_is_no_new_one() -> None:
     restarts = Restarts(1)
     assert restarts.take(0.0)
