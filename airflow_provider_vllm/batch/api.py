@@ -98,6 +98,15 @@ PROBES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "1", "max_output_tokens": 16},
 }
 
+
+def url_of(asked: str) -> str | None:
+    """The URL that a row's `url` means, or None. `vllm run-batch` looks at the end alone for two of them."""
+    for end, url in (("/score", SCORE), ("/rerank", RERANK)):
+        if asked.endswith(end):
+            return url
+    return PATHS.get(asked)
+
+
 MOST_TOKENS = 1 << 40  # of one answer; what says more is no count
 
 NOT_READABLE = (KeyError, TypeError, AttributeError, StopIteration)

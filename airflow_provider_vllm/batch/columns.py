@@ -101,13 +101,16 @@ def columns_of_records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator
 
 
 def ends(journal: Journal, rows: int) -> Iterator[End]:
-    """Answer and error of every row, one of them null."""
+    """Answer and error of every row, one of them null; the error has the text of an answer that breaks the schema."""
     for record in results.records(journal, rows):
         line = value_of(record.line)
         if record.outcome == "ok":
             yield answer_of(line["response"]["body"]), None
-        else:
-            yield None, line["error"]["message"]
+            continue
+        message = line["error"]["message"]
+        if (text := results.raw_text(record.outcome, line)) is not None:
+            message = f"{message}; the answer was: {text}"
+        yield None, message
 
 
 def write_columns(

@@ -214,8 +214,18 @@ def read_answers(journal: Journal, rows: int) -> tuple[list[Any], list[dict[str,
             answers.append(answer_of(line["response"]["body"]))
         else:
             answers.append(None)
-            errors.append({"row": record.row, "custom_id": line["custom_id"], **line["error"]})
+            error = {"row": record.row, "custom_id": line["custom_id"], **line["error"]}
+            if (text := raw_text(record.outcome, line)) is not None:
+                error["text"] = text
+            errors.append(error)
     return answers, errors
+
+
+def raw_text(outcome: str, line: dict[str, Any]) -> Any:
+    """What the model said in an answer that breaks the schema; None for every other error row."""
+    if outcome != "invalid_output" or not isinstance(body := line["response"]["body"], dict):
+        return None
+    return answer_of(body)
 
 
 def remove_stale(text: str | None, to_path: ToPath) -> None:

@@ -22,11 +22,11 @@ from airflow_provider_vllm.batch.api import (
     MESSAGES_TOO,
     OTHER_PROMPTS,
     PAIR_FIELDS,
-    PATHS,
     PROMPT_FIELDS,
     RESPONSES,
     ROLES,
     URLS,
+    url_of,
 )
 from airflow_provider_vllm.batch.compact import IntSet
 from airflow_provider_vllm.batch.exact import loads
@@ -200,7 +200,7 @@ class RowMaker:
         if not isinstance(method, str) or method != "POST":
             raise RowError("invalid_method", f"method is {method!r}; only POST is known", "method")
         asked = value.get("url", self._url)
-        url = PATHS.get(asked) if isinstance(asked, str) else None
+        url = url_of(asked) if isinstance(asked, str) else None
         if url is None:
             raise RowError("invalid_url", f"url is {asked!r}; known are {', '.join(URLS)}", "url")
         if "body" not in value:

@@ -56,6 +56,9 @@ TUNE_EVERY = 0.1
 # spins, takes the core from us until the next tick of the kernel (10 ms), for seconds on end.
 REFILL = 16
 REFILL_S = 0.03
+HEALTHY_FOR = (
+    5.0  # seconds that a look at the server's health is believed, where it says 503 to rows
+)
 GAP = 1.0  # seconds without sending that would spoil a measurement of the speed
 
 
@@ -103,6 +106,7 @@ class Sender(threading.Thread):
         self._paused_at = 0.0
         self._filled = 0.0
         self._connected = 0.0
+        self._healthy_until = 0.0
         self._answered_at_blame = -1  # rows that were, when last a row was to blame for a loss
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
@@ -295,7 +299,7 @@ class Sender(threading.Thread):
             self._settle_wrong(row, body, error)
 
     def _settle_bad(self, row: Row, reply: Reply) -> None:
-        kind, message = classify(reply), server_message(reply)
+        kind, message = self._kind(reply), server_message(reply)
         if kind is Kind.REJECTED:
             self._failed_in_a_row = 0
             code = f"http_{reply.status}"
@@ -310,15 +314,20 @@ class Sender(threading.Thread):
         else:
             self._doubt(row, reply)
 
+    def _kind(self, reply: Reply) -> Kind:
+        """503 is the word of a dying server and of a busy one; of one that was healthy just now, it is the latter."""
+        busy = reply.status == 503 and time.monotonic() < self._healthy_until
+        return Kind.BUSY if busy else classify(reply)
+
     def _settle_bad_pack(self, rows: list[Row], reply: Reply) -> None:
-        kind = classify(reply)
+        kind = self._kind(reply)
         if kind is Kind.REJECTED:
             if packing.not_offered(reply, rows[0].url):
                 self._no_packs()
             self._halve(rows)
             return
         for row in rows:
-            if kind not in (Kind.UNSENT, Kind.BUSY):
+            if kind not in (Kind.UNSENT, Kind.BUSY) and reply.status != 503:
                 row.params = None  # alone from now on
             self._settle_bad(row, reply)
 
@@ -378,6 +387,7 @@ class Sender(threading.Thread):
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Healthy):
+            self._healthy_until = time.monotonic() + HEALTHY_FOR
             for row, reply in self._resume(
                 gap=self._paused and time.monotonic() > self._paused_at + GAP
             ):
@@ -386,6 +396,7 @@ class Sender(threading.Thread):
             self._give_up(command.reason)
         elif isinstance(command, Connect):
             self._client = self._connect(command.endpoint)
+            self._healthy_until = 0.0
             self._resume(gap=True)
 
     def _try_again(self, row: Row, reply: Reply) -> None:

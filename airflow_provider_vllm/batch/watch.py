@@ -73,6 +73,7 @@ class Watch:
         tick = min(
             1.0, self._spec.journal_sync, self._spec.stall_timeout / 4, self._spec.progress_interval
         )
+        self._count_preemptions(self._look())
         while True:
             try:
                 event = self._sender.events.get(timeout=tick)
@@ -81,6 +82,8 @@ class Watch:
             if isinstance(event, Ended):
                 if event.failure is not None:
                     raise event.failure
+                if not self._lost:
+                    self._count_preemptions(self._look())
                 return
             if isinstance(event, Trouble):
                 self._check(event.reason)
@@ -112,6 +115,8 @@ class Watch:
 
     def _look(self) -> Vitals:
         """Where nothing comes back any more, looking must not take longer than the patience with it."""
+        if not self._endpoint.base_url:
+            return Vitals()  # nothing is left to send, so nobody was asked for a server
         patience = min(health.LOOK_TIMEOUT, self._spec.stall_timeout)
         return health.look(self._endpoint, patience)
 
@@ -219,6 +224,7 @@ class Watch:
         self._lost = False
         self.restarts += 1
         self._last_preemptions = None
+        self._count_preemptions(self._look())
         self._movement = Movement(time.monotonic(), left.done, None)
         self._log.info("The server is back at %s", self._endpoint.base_url)
         if not self._endpoint.answers_like(lost):

@@ -171,6 +171,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
             context["outlet_events"][outlet].extra = {"manifest": manifest}
         context["ti"].xcom_push(key="manifest", value=manifest)
         if spec.prompts is not None and not spec.output_path:
+            if result.errors:
+                context["ti"].xcom_push(key="errors", value=result.errors)
             return result.answers
         for name in ("output_path", "errors_path", "manifest_path"):
             if manifest[name]:

@@ -38,6 +38,7 @@ class Behaviour:
     max_words: int = 10_000
     max_running: int = 10_000
     busy_above: int | None = None
+    busy_status: int = 429
     chat_batch: bool = True
     vllm: bool = True
     health: int = 200
@@ -134,7 +135,9 @@ async def _post(request: web.Request) -> web.StreamResponse:
         return _error(behaviour.status, f"told to answer {behaviour.status}")
     if behaviour.busy_above is not None and behaviour.running >= behaviour.busy_above:
         return web.json_response(
-            {"error": {"message": "busy"}}, status=429, headers={"Retry-After": "0"}
+            {"error": {"message": "busy"}},
+            status=behaviour.busy_status,
+            headers={"Retry-After": "0"},
         )
     try:
         body = json.loads(await request.read())

@@ -1,0 +1,85 @@
+"""A server under pressure, and what a batch that runs does about it: fewer in flight, and a count of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from airflow_provider_vllm.batch import tuning
+from airflow_provider_vllm.batch.spec import BatchSpec
+from tests.batch.helpers import ForeignLink, read_rows, run, until
+from tests.fakes.endpoint import ThreadedEndpoint
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_refusals_shrink_what_is_in_flight(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, status: int
+) -> None:
+    """A server that holds 24 at once, and refuses more: every row is answered all the same."""
+    server.behaviour.busy_above, server.behaviour.busy_status = 24, status
+    server.behaviour.latency = 0.02
+    spec = BatchSpec(prompts=[f"p{index}" for index in range(1500)], pack=1)
+    began = time.monotonic()
+    manifest = run(spec, link, tmp_path).manifest
+    assert manifest.outcomes == {"ok": 1500}
+    assert manifest.retries > 0
+    assert manifest.concurrency < tuning.START / 2
+    assert link.losses == []
+    # 1.3 s without a refusal. Looking at its health for each 503, with all else waiting, would take a minute.
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_pack_that_was_refused_stays_one(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, status: int
+) -> None:
+    """Its rows alone would be more requests for a server that has too many."""
+    server.behaviour.busy_above, server.behaviour.busy_status = 24, status
+    server.behaviour.latency = 0.02
+    spec = BatchSpec(prompts=[f"p{index}" for index in range(1500)], pack=8, concurrency=64)
+    manifest = run(spec, link, tmp_path).manifest
+    assert manifest.outcomes == {"ok": 1500}
+    assert manifest.retries > 0
+    assert server.behaviour.requests - manifest.retries / 8 < 1500 / 4
+
+
+def test_preemptions_shrink_it_and_are_counted(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """To the last: those of the moments before the end too."""
+    behaviour = server.behaviour
+    behaviour.latency, behaviour.preemptions = 0.05, 1000  # of an earlier batch
+    spec = BatchSpec(
+        prompts=[f"p{index}" for index in range(20_000)], pack=1, progress_interval=0.2
+    )
+
+    def preempt() -> None:
+        for rows in (2000, 10_000, 19_990):
+            until(lambda rows=rows: behaviour.requests >= rows)  # type: ignore[misc]
+            behaviour.preemptions += 7
+
+    thread = threading.Thread(target=preempt)
+    thread.start()
+    manifest = run(spec, link, tmp_path).manifest
+    thread.join()
+    assert manifest.outcomes == {"ok": 20_000}
+    assert manifest.preemptions == 21
+    assert manifest.concurrency < tuning.START
+
+
+def test_a_short_batch_counts_its_preemptions_too(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    server.behaviour.latency = 0.3
+    server.behaviour.preemptions = 5
+    timer = threading.Timer(0.1, lambda: setattr(server.behaviour, "preemptions", 8))
+    timer.start()
+    source = tmp_path / "in.txt"
+    source.write_text("a\nb\n")
+    spec = BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl"))
+    assert run(spec, link, tmp_path).manifest.preemptions == 3
+    timer.join()
+    assert len(read_rows(tmp_path / "out.jsonl")) == 2
