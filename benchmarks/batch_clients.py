@@ -98,7 +98,7 @@ def run_provider(job: Job, folder: Path) -> dict[str, Any]:
         output_path=str(folder / "out.jsonl"),
         concurrency=job.in_flight,  # type: ignore[arg-type]
         pack=job.pack,  # type: ignore[arg-type]
-        progress_interval=1.0,
+        progress_interval=0.25 if job.memory else 1.0,
     )
     seen: list[tuple[float, int, float]] = []
     began_with = memory_mib()

@@ -104,6 +104,28 @@ def test_a_row_that_cannot_be_sent(
     assert server.behaviour.prompts.total() == GOOD
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v2/score", {"queries": "a", "documents": ["b"]}),
+        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/v2/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ],
+)
+def test_urls_as_run_batch_takes_them(
+    link: ForeignLink, tmp_path: Path, url: str, body: dict[str, Any]
+) -> None:
+    """vLLM's own looks at the end of these alone."""
+    row = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "tiny", **body}}
+    source = write_rows(tmp_path / "in.jsonl", [row])
+    run(BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl")), link, tmp_path)
+    (answer,) = read_rows(tmp_path / "out.jsonl")
+    assert answer["response"]["status_code"] == 200
+
+
 @pytest.mark.parametrize("pack", [1, 4])
 @pytest.mark.parametrize(("bad", "status"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_a_row_that_the_server_refuses(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from airflow_provider_vllm.batch.ahead import Direct
@@ -125,6 +128,7 @@ def test_answers_are_checked_against_the_schema(
     assert result.answers == ['{"age": 3}', None, None]
     assert result.errors is not None
     assert [error["code"] for error in result.errors] == ["invalid_output"] * 2
+    assert [error["text"] for error in result.errors] == ['{"age": "three"}', "not JSON"]
     assert server.behaviour.bodies[0]["response_format"]["json_schema"]["schema"] == SCHEMA
 
 
@@ -176,6 +180,41 @@ def test_the_raw_text_of_an_invalid_output_is_kept(link: ForeignLink, tmp_path: 
     result = run(spec, link, tmp_path)
     (row,) = read_rows(Path(str(result.manifest.errors_path)))
     assert row["response"]["body"]["choices"][0]["message"]["content"] == "not JSON"
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_table_has_the_raw_text_too(link: ForeignLink, tmp_path: Path, form: str) -> None:
+    """Nobody who works with tables has to look into JSON lines for it."""
+    source = tmp_path / "in.csv"
+    source.write_text('prompt\n[[say not JSON]]\n"[[say {""age"": 3}]]"\n')
+    spec = BatchSpec(
+        input_path=str(source),
+        output_path=str(tmp_path / f"out.{form}"),
+        output_schema=SCHEMA,
+        max_error_rate=1,
+    )
+    run(spec, link, tmp_path)
+    if form == "csv":
+        with (tmp_path / "out.csv").open(newline="") as file:
+            rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    else:
+        rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["response"] or None for row in rows] == [None, '{"age": 3}']
+    assert rows[0]["error"].endswith("; the answer was: not JSON")
+    assert not rows[1]["error"]
+
+
+def test_the_log_of_a_batch_that_succeeds_names_the_errors_file(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts: list[Any] = ["fine"] * 20 + ["[[status 400]]"]
+    output = str(tmp_path / "out.jsonl")
+    manifest = run(BatchSpec(prompts=prompts, output_path=output), link, tmp_path).manifest
+    assert manifest.errors_path == f"{output}.errors.jsonl"
+    assert f"1 of 21 rows failed: see {manifest.errors_path}" in caplog.text
+    caplog.clear()
+    run(BatchSpec(prompts=prompts), link, tmp_path / "other")
+    assert "1 of 21 rows failed: row-21: prompts, row 21: HTTP 400" in caplog.text
 
 
 def test_transient_failures_are_retried(

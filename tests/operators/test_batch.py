@@ -93,6 +93,19 @@ def test_a_line_that_is_not_json_is_named_and_the_others_are_answered(
     assert sum("row" in json.dumps(each["response"]) for each in answered if each["response"]) == 19
 
 
+def test_the_errors_of_a_list_are_in_xcom(root: StateRoot) -> None:
+    """The answers say None there, and nothing more."""
+    context = context_of()
+    more = {"batch": {"max_error_rate": 1, "output_schema": {"type": "object"}}}
+    prompts = ["[[say {}]]", "[[status 400]]", "[[say no object]]"]
+    assert ask(context, spec=fake_spec(), prompts=prompts, **more) == ["{}", None, None]
+    refused, invalid = context["ti"].xcoms["errors"]
+    assert (refused["row"], refused["code"], refused["line"]) == (1, "http_400", 2)
+    assert (invalid["row"], invalid["code"], invalid["text"]) == (2, "invalid_output", "no object")
+    ask(fine := context_of(), spec=fake_spec(), prompts=PROMPTS)
+    assert "errors" not in fine["ti"].xcoms
+
+
 def test_outlets_carry_the_manifest(root: StateRoot) -> None:
     from airflow.sdk import Asset
 
