@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from airflow_provider_vllm.server import temp
 from airflow_provider_vllm.server.locks import is_held
@@ -55,6 +56,8 @@ class Outcome:
     segments: int
     temporary: int
     seconds: float
+    in_order: bool
+    counted: dict[str, int]
 
 
 class Run:
@@ -83,7 +86,8 @@ class Run:
         state = client.run_state(cell.dag, self.run_id)
         ended = time.monotonic()
         _until(lambda: not self._left(), LEASE_S + 60, "the end of every server")
-        counts = Counter(self._answered())
+        answered = self._answered()
+        counts = Counter(answered)
         return Outcome(
             cell=cell.name,
             state=state,
@@ -96,6 +100,8 @@ class Run:
             segments=len(self._segments_left()),
             temporary=sum(temp.folder_of(_nonce(each)).exists() for each in self._directories()),
             seconds=time.monotonic() - began,
+            in_order=answered == sorted(answered, key=_number),
+            counted=self._manifest().get("outcomes", {}),
         )
 
     # -- moments and targets -----------------------------------------------------------------
@@ -207,6 +213,11 @@ class Run:
             return []
         return [json.loads(line)["custom_id"] for line in self.output.read_text().splitlines()]
 
+    def _manifest(self) -> dict[str, Any]:
+        path = Path(f"{self.output}.manifest.json")
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
     def _segments_left(self) -> set[str]:
         """New segments that nobody uses: those of other programs on this machine are in use."""
         new = segments() - self.segments
@@ -219,6 +230,10 @@ class Run:
 
 def _nonce(directory: GenerationDir) -> str:
     return directory.path.name.partition("-")[2]
+
+
+def _number(custom_id: str) -> int:
+    return int(custom_id.removeprefix("r"))
 
 
 def _row(number: int) -> str:

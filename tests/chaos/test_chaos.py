@@ -16,7 +16,7 @@ from scripts.airflow_stack import AirflowStack
 from scripts.example_airflow import example_environ, example_settings
 from scripts.set_up import ROOT
 from tests.chaos.cells import CELLS, Cell
-from tests.chaos.harness import LEASE_S, STARTUP_S, Outcome, Run
+from tests.chaos.harness import LEASE_S, ROWS, STARTUP_S, Outcome, Run
 from tests.chaos.report import table, write_page
 
 pytestmark = [pytest.mark.vllm, pytest.mark.stack]
@@ -79,6 +79,7 @@ def test_no_row_is_lost_and_nothing_is_left(
     outcomes.append(outcome)
     print(table([outcome]))
     assert outcome.state == "success"
-    assert (outcome.lost, outcome.doubled) == (0, 0)
+    assert (outcome.lost, outcome.doubled, outcome.in_order) == (0, 0, True)
+    assert outcome.counted == {"ok": ROWS}
     assert (outcome.locks, outcome.segments, outcome.temporary) == (0, 0, 0)
     assert outcome.all_gone < LEASE_S + 30

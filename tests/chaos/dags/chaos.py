@@ -24,7 +24,6 @@ BATCH: dict[str, Any] = {
     "endpoint": "completions",
     "sampling": {"max_tokens": 64, "temperature": 0, "ignore_eos": True},
     "batch": {"concurrency": 8, "pack": 1, "stall_timeout": 8, "probe_timeout": 8},
-    "server_restarts": 3,
     **RETRY,
 }
 
