@@ -201,6 +201,8 @@ class Job:
             changed=left.changed + left.outdated,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
+            total_prompt_tokens=stats.prompt_tokens + stats.reused_prompt_tokens,
+            total_completion_tokens=stats.completion_tokens + stats.reused_completion_tokens,
             seconds=round(time.monotonic() - self._began, 3),
             sending_seconds=round(seconds, 3),
             rows_per_second=round((stats.done - stats.reused) / seconds, 2),

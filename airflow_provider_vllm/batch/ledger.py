@@ -74,10 +74,11 @@ class Ledger:
 
     def is_still_good(self, position: int) -> bool:
         """Whether an earlier try's answer keeps to the schema as it is checked now."""
-        if self._check is None:
-            return True
+        return self._check is None or still_keeps(self._earlier().line(position), self._check)
+
+    def _earlier(self) -> Reader:
         self._reader = self._reader or self._journal.reader()
-        return still_keeps(self._reader.line(position), self._check)
+        return self._reader
 
     def close(self) -> None:
         if self._reader is not None:
@@ -86,9 +87,13 @@ class Ledger:
     def reused(self, row: Row, position: int) -> None:
         """An earlier try has the answer."""
         self._journal.claim(row.number, position)
-        self._stats.reused += 1
-        self._stats.done += 1
-        self._stats.ok += 1
+        prompt, completion = self._earlier().tokens(position)
+        stats = self._stats
+        stats.reused += 1
+        stats.done += 1
+        stats.ok += 1
+        stats.reused_prompt_tokens += prompt
+        stats.reused_completion_tokens += completion
 
     def begins(self, endpoint: Endpoint) -> None:
         """From here on `endpoint` answers. Where that is another model, later tries must know which rows are its."""

@@ -15,10 +15,10 @@ VERSION = 1
 class Manifest:
     """How a batch ended.
 
-    Seconds, speeds and tokens are of this try, up to the writing of the results; `reused` rows were
-    answered by earlier ones, `changed` were and ran again. Speeds are over `sending_seconds`. `answered_by` counts
-    the rows of this try by the server that answered: more than one entry where a restart brought another model or
-    other options.
+    Seconds, speeds and tokens are of this try, up to the writing of the results, total tokens of all answers;
+    `reused` rows were answered by earlier tries, `changed` were and ran again. Speeds are over `sending_seconds`.
+    `answered_by` counts the rows of this try by the server that answered: more than one entry where a restart brought
+    another model or other options.
     """
 
     rows: int
@@ -27,6 +27,8 @@ class Manifest:
     changed: int
     prompt_tokens: int
     completion_tokens: int
+    total_prompt_tokens: int
+    total_completion_tokens: int
     seconds: float
     sending_seconds: float
     rows_per_second: float

@@ -92,6 +92,13 @@ class Reader:
             self._changed(position)
         return Record(int(fields[1]), fields[2].decode(), fields[5])
 
+    def tokens(self, position: int) -> tuple[int, int]:
+        """Prompt and completion tokens of a record."""
+        fields = self._record(position).split(b" ", 5)
+        if len(fields) < 6 or not (fields[3].isdigit() and fields[4].isdigit()):
+            self._changed(position)
+        return int(fields[3]), int(fields[4])
+
     def _changed(self, position: int) -> NoReturn:
         path = self._paths[position >> SEGMENT_SHIFT]
         raise JournalFailed(

@@ -299,8 +299,8 @@ def _summed(
         outcomes.update(manifest["outcomes"])
     whole = dict(manifests[0])
     for name in (
-        "rows", "reused", "changed", "prompt_tokens", "completion_tokens", "retries",
-        "server_losses", "server_restarts", "preemptions", "ok", "errors",
+        "rows", "reused", "changed", "prompt_tokens", "completion_tokens", "total_prompt_tokens",
+        "total_completion_tokens", "retries", "server_losses", "server_restarts", "preemptions", "ok", "errors",
     ):  # fmt: skip
         whole[name] = sum(manifest[name] for manifest in manifests)
     seconds = max(manifest["seconds"] for manifest in manifests)

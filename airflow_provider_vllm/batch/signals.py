@@ -30,6 +30,8 @@ class Stats:
     reused: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reused_prompt_tokens: int = 0
+    reused_completion_tokens: int = 0
     retries: int = 0
     refused: int = 0
     preemptions: int = 0

@@ -56,6 +56,9 @@ def test_a_changed_prompt_runs_anew_and_says_so(
         result = run(spec(tmp_path, rows), link, tmp_path)
     assert asked(server) == {"new"}
     assert result.manifest.changed == 1
+    manifest = result.manifest
+    assert (manifest.prompt_tokens, manifest.completion_tokens) == (2, 8)
+    assert (manifest.total_prompt_tokens, manifest.total_completion_tokens) == (20, 80)
     assert (
         "Resuming: 10 rows, 9 answered before and kept, 1 changed and run again (the input changed), 1 to send"
         in caplog.messages
