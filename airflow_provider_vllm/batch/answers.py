@@ -13,7 +13,15 @@ from typing import Any
 
 import orjson
 
-from airflow_provider_vllm.batch.api import ITEM_FIELDS, MOST_TOKENS, NOT_READABLE, answers_of
+from airflow_provider_vllm.batch.api import (
+    ITEM_FIELDS,
+    MOST_TOKENS,
+    NOT_READABLE,
+    RESPONSES,
+    UNFINISHED,
+    UNFINISHED_STATUS,
+    answers_of,
+)
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
 from airflow_provider_vllm.batch.plain import plain_answer
 from airflow_provider_vllm.batch.records import value_of
@@ -92,6 +100,8 @@ def _any_answer(
         if not items or not isinstance(items, list):
             raise NotAnAnswer("the answer is empty")
         answers_of(body)
+        if unfinished := _unfinished(row.url, body):
+            raise NotAnAnswer(f"the server cut the answer short ({unfinished})")
         prompt, completion = sums or tokens_of(body)
     except orjson.JSONDecodeError as error:
         raise NotAnAnswer(f"the answer is not JSON: {error}") from None
@@ -133,12 +143,26 @@ def check_output(body: dict[str, Any], check: Check) -> str | None:
     return None
 
 
+def _unfinished(url: str, body: dict[str, Any]) -> str | None:
+    """What says that an answer was broken off by the server, not by the model or a limit."""
+    if url == RESPONSES and body.get("status") in UNFINISHED_STATUS:
+        return f"status {body['status']}"
+    ends = _ends(body) & UNFINISHED
+    return f"finish_reason {min(ends)}" if ends else None
+
+
+def _ends(body: dict[str, Any]) -> set[Any]:
+    """Why each choice of an answer ended."""
+    choices = body.get("choices") or ()
+    details = body.get("incomplete_details")
+    ends = [item.get("finish_reason") for item in choices]
+    ends.append(details.get("reason") if isinstance(details, dict) else None)
+    return {end for end in ends if isinstance(end, str)}
+
+
 def _cut_off(row: Row, body: dict[str, Any]) -> str | None:
     """What ended an answer before it was whole; None where the model ended it."""
-    ends = [item.get("finish_reason") for item in body.get("choices", ())]
-    details = body.get("incomplete_details")
-    ends.append(details.get("reason") if isinstance(details, dict) else None)
-    if not {"length", "max_output_tokens"}.intersection(ends):
+    if not _ends(body) & {"length", "max_output_tokens"}:
         return None
     asked = loads(row.body)
     for name in LIMITS:

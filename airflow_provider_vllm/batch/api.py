@@ -107,6 +107,10 @@ def url_of(asked: str) -> str | None:
     return PATHS.get(asked)
 
 
+# Why a choice ended before the model was done, with status 200 all the same: a server that is told to stop, sleep or
+# pause sends what there is of each answer.
+UNFINISHED = frozenset(["abort", "error"])
+UNFINISHED_STATUS = frozenset(["cancelled", "failed", "in_progress", "queued"])  # of /v1/responses
 MOST_TOKENS = 1 << 40  # of one answer; what says more is no count
 
 NOT_READABLE = (KeyError, TypeError, AttributeError, StopIteration)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, MOST_TOKENS
+from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, MOST_TOKENS, UNFINISHED
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
@@ -23,11 +23,15 @@ class Message(msgspec.Struct, gc=False):
     content: str | None = None
 
 
-class ChatChoice(msgspec.Struct, gc=False):
+class Choice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+
+
+class ChatChoice(Choice, gc=False, kw_only=True):
     message: Message
 
 
-class TextChoice(msgspec.Struct, gc=False):
+class TextChoice(Choice, gc=False, kw_only=True):
     text: str
 
 
@@ -58,7 +62,10 @@ def plain_answer(url: str, raw: bytes) -> tuple[str | None, int, int] | None:
     try:
         if not raw.isascii():
             raw.decode()  # what the decoder skips, it does not look at
-        answer: Answer = decoder.decode(raw)
+        answer: ChatAnswer | TextAnswer = decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    for choice in answer.choices:
+        if choice.finish_reason in UNFINISHED:
+            return None
     return answer.id, answer.usage.prompt_tokens, answer.usage.completion_tokens

@@ -54,7 +54,12 @@ def value_of(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
-        return json.loads(line)
+        return json.loads(line, parse_int=_whole)
+
+
+def _whole(digits: str) -> int | float:
+    """Python turns no more than 4300 digits into an integer."""
+    return int(digits) if len(digits) <= 4300 else float(digits)
 
 
 def scan(path: Path) -> Iterator[tuple[int, list[bytes]]]:

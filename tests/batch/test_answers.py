@@ -225,3 +225,57 @@ def test_a_number_that_no_double_holds_spoils_no_record() -> None:
     line = value_of((head + body + TAIL).split(b" ", 5)[5])
     assert line["response"]["body"]["more"] == float("inf")
     assert answer_of(line["response"]["body"]) == "x"
+
+
+CUT = {
+    CHAT: {"choices": [{"message": {"content": "hel"}, "finish_reason": "abort"}]},
+    COMPLETIONS: {
+        "choices": [
+            {"text": "whole", "finish_reason": "stop"},
+            {"text": "hel", "finish_reason": "abort"},
+        ]
+    },
+    RESPONSES: {
+        "status": "cancelled",
+        "output": [{"type": "message", "content": [{"type": "output_text", "text": "hel"}]}],
+    },
+}
+
+
+@pytest.mark.parametrize("url", CUT)
+def test_what_a_stopping_server_has_of_an_answer_is_none(url: str) -> None:
+    """vLLM that is told to stop, sleep or pause sends it with status 200; kept, it would be half a row for good."""
+    raw = orjson.dumps(CUT[url])
+    assert plain_answer(url, raw) is None
+    with pytest.raises(NotAnAnswer, match=r"cut the answer short \(.*(abort|cancelled)\)"):
+        answer(row(url), raw)
+    whole = orjson.loads(
+        raw.replace(b'"abort"', b'"length"').replace(b'"cancelled"', b'"incomplete"')
+    )
+    assert answer(row(url), orjson.dumps(whole))
+
+
+def test_one_of_a_pack_that_was_cut_short_is_asked_again_alone() -> None:
+    rows = [row(COMPLETIONS), row(COMPLETIONS)]
+    body = {
+        "id": "x",
+        "choices": [
+            {"index": 0, "text": "whole", "finish_reason": "stop"},
+            {"index": 1, "text": "hal", "finish_reason": "abort"},
+        ],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3},
+    }
+    bodies, prompt, completion = split(rows, orjson.dumps(body))
+    assert answer(rows[0], bodies[0], None, (prompt, completion))
+    with pytest.raises(NotAnAnswer, match="cut the answer short"):
+        answer(rows[1], bodies[1], None, (0, 0))
+
+
+def test_an_integer_of_many_digits_is_read_back() -> None:
+    """The answer's own reading passes over it, so that it is in the journal, and in the results."""
+    line = b'{"a": ' + b"9" * 5000 + b', "b": -' + b"9" * 5000 + b', "c": 12345678901234567890123}'
+    assert value_of(line) == {
+        "a": float("inf"),
+        "b": float("-inf"),
+        "c": 12345678901234567890123,
+    }
