@@ -15,6 +15,8 @@ BRACES = (
     "{{ is Jinja's there"
 )
 CONVERSIONS: dict[str, Callable[[Any], str]] = {"r": repr, "s": str, "a": ascii}
+# What formatting raises: `{n:c}` of a large number, `{n:99999999999}`, `{n!r}` of what is nested without end.
+UNFIT = (TypeError, ValueError, OverflowError, MemoryError, RecursionError)
 
 
 class RowError(Exception):
@@ -63,16 +65,18 @@ class Template:
             value = columns[name]
             if value is None:
                 raise RowError("null_prompt", f"column {name} of prompt_template is null", name)
-            value = CONVERSIONS[conversion](value) if conversion else value
             try:
+                value = CONVERSIONS[conversion](value) if conversion else value
                 out.append(
                     format(value, spec)
                     if spec or not isinstance(value, (dict, list))
                     else _json(value)
                 )
-            except (TypeError, ValueError) as error:
+            except UNFIT as error:
                 raise RowError(
-                    "invalid_value", f"column {name} cannot be formatted: {error}", name
+                    "invalid_value",
+                    f"column {name} cannot be formatted: {str(error) or type(error).__name__}",
+                    name,
                 ) from None
         return "".join(out)
 

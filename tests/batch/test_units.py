@@ -218,6 +218,10 @@ def test_templates() -> None:
         Template("{a!x}")
     with pytest.raises(RowError, match="cannot be formatted"):
         Template("{a:d}").fill({"a": "text"})
+    with pytest.raises(RowError, match=r"column a cannot be formatted: .*range"):
+        Template("{a:c}").fill({"a": 1 << 40})
+    with pytest.raises(RowError, match="column a cannot be formatted: MemoryError"):
+        Template("{a:9999999999999999}").fill({"a": "text"})
 
 
 def test_places_are_spans_of_lines() -> None:
