@@ -5,12 +5,14 @@ Invariant: what is found here is what the general reading (`answers.answer`) fin
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, MOST_TOKENS, UNFINISHED
+from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, MOST_TOKENS
 
+# Any other is looked at by the general reading: the server may have broken the answer off.
+Finished = Literal["stop", "length", "tool_calls", "content_filter", "function_call", "repetition"]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
@@ -23,16 +25,14 @@ class Message(msgspec.Struct, gc=False):
     content: str | None = None
 
 
-class Choice(msgspec.Struct, gc=False):
-    finish_reason: str | None = None
-
-
-class ChatChoice(Choice, gc=False, kw_only=True):
+class ChatChoice(msgspec.Struct, gc=False, kw_only=True):
     message: Message
+    finish_reason: Finished | None = None
 
 
-class TextChoice(Choice, gc=False, kw_only=True):
+class TextChoice(msgspec.Struct, gc=False, kw_only=True):
     text: str
+    finish_reason: Finished | None = None
 
 
 class Answer(msgspec.Struct, gc=False):
@@ -62,10 +62,7 @@ def plain_answer(url: str, raw: bytes) -> tuple[str | None, int, int] | None:
     try:
         if not raw.isascii():
             raw.decode()  # what the decoder skips, it does not look at
-        answer: ChatAnswer | TextAnswer = decoder.decode(raw)
+        answer: Answer = decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    for choice in answer.choices:
-        if choice.finish_reason in UNFINISHED:
-            return None
     return answer.id, answer.usage.prompt_tokens, answer.usage.completion_tokens
