@@ -2,27 +2,29 @@
 
 `Ahead` reads in a thread of its own, so that a slow object store, or the decoding of a block of rows, does not hold up
 the sending. `Direct` reads where it is asked: of what comes fast, handing over costs more than reading. Invariants:
-what the iterator raises is raised by `take`, after the items before it; a bounded number of items is ahead.
+what the iterator raises is raised by `take`, after the items before it; a bounded number of items is ahead, and where
+their size is known a bounded number of bytes and an item more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 CHUNK = 64
+CHUNK_BYTES = 1 << 20
 DEPTH = 6
 
 
 class Direct(Generic[Item]):
-    """`take(n)` gives up to `n` items; `ended` says that there are no more."""
+    """`take(n)` gives up to `n` items, of `size` bytes each only some; `ended` says that there are no more."""
 
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._items = items
+    def __init__(self, items: Iterator[Item], size: Callable[[Item], int] | None = None) -> None:
+        self._items, self._size = items, size
         self._error: BaseException | None = None
         self.ended = False
 
@@ -31,7 +33,10 @@ class Direct(Generic[Item]):
         taken: list[Item] = []
         if self._error is None:
             try:
-                taken.extend(islice(self._items, most))  # which keeps what came before an error
+                if self._size is None:
+                    taken.extend(islice(self._items, most))  # which keeps what came before an error
+                else:
+                    self._fill(taken, most, self._size)
             except BaseException as error:
                 self._error = error
         if not taken:
@@ -40,15 +45,23 @@ class Direct(Generic[Item]):
                 raise self._error
         return taken
 
+    def _fill(self, taken: list[Item], most: int, size: Callable[[Item], int]) -> None:
+        left = CHUNK_BYTES
+        for item in islice(self._items, most):
+            taken.append(item)
+            left -= size(item)
+            if left <= 0:
+                return
+
     def close(self) -> None:
         """Nothing is ahead."""
 
 
 class Ahead(Generic[Item]):
-    """The same; without `wait`, `take(n)` may give none though more will come."""
+    """The same; without `wait`, `take(n)` may give none though more will come. `size` says the bytes of an item."""
 
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._direct = Direct(items)
+    def __init__(self, items: Iterator[Item], size: Callable[[Item], int] | None = None) -> None:
+        self._direct = Direct(items, size)
         self._ready: SimpleQueue[Any] = SimpleQueue()
         self._room = threading.Semaphore(DEPTH)
         self._chunk: list[Item] = []

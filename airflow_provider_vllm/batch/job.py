@@ -25,7 +25,7 @@ from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.sender import Sender
-from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records
+from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records, size_of
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import reason_to_fail, told
 from airflow_provider_vllm.batch.watch import Watch
@@ -79,10 +79,11 @@ class Job:
             spelling=Spelling(self._log),
         )
         short = may_pack and self._starts_short()
-        read = Direct if reads_fast(self._checked.sources) else Ahead  # which begins at once
+        found = records(spec, self._checked.sources)
+        fast = reads_fast(self._checked.sources)
         sender = Sender(
             spec,
-            read(records(spec, self._checked.sources)),
+            Direct(found) if fast else Ahead(found, size_of),  # which begins to read at once
             maker,
             journal,
             self._resumed.earlier,

@@ -195,6 +195,14 @@ def records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[Record]:
         yield from READERS[source.format](source, spec)
 
 
+def size_of(record: Record) -> int:
+    """About how many bytes a record holds."""
+    value = record[2]
+    if isinstance(value, dict):
+        return sum(len(cell) for cell in value.values() if isinstance(cell, (str, bytes)))
+    return len(value) if isinstance(value, (str, bytes)) else 0
+
+
 def reads_fast(sources: Sequence[Source]) -> bool:
     """Whether every record is there at once: lines of local files, or a list."""
     return all(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from airflow_provider_vllm.batch import health
-from airflow_provider_vllm.batch.ahead import CHUNK, DEPTH, Ahead, Direct
+from airflow_provider_vllm.batch.ahead import CHUNK, CHUNK_BYTES, DEPTH, Ahead, Direct
 from airflow_provider_vllm.batch.compact import IntMap, IntSet
 from airflow_provider_vllm.batch.health import Movement, Vitals, is_stalled, observe
 from airflow_provider_vllm.batch.places import spans
@@ -62,6 +62,24 @@ def test_reading_ahead_is_bounded_and_ordered() -> None:
         taken += some
     assert taken == list(range(10_000))
     assert ahead.take(1) == []
+
+
+def test_large_items_are_read_ahead_by_their_bytes() -> None:
+    """Rows with a picture of a megabyte each would hold half a gigabyte else."""
+    made: list[int] = []
+
+    def items() -> Iterator[bytes]:
+        for number in range(200):
+            made.append(number)
+            yield b"%d" % number
+
+    ahead = Ahead(items(), lambda item: CHUNK_BYTES)
+    taken = ahead.take(1)
+    time.sleep(0.1)  # give the thread every chance to run too far
+    assert len(made) <= DEPTH + 3
+    while some := ahead.take(77):
+        taken += some
+    assert taken == [b"%d" % number for number in range(200)]
 
 
 @pytest.mark.parametrize("kind", [Ahead, Direct])
