@@ -20,6 +20,9 @@ from airflow_provider_vllm.batch.sources import Record
 
 SKIPS_PER_TURN = 1000
 SUSPECT_DEATHS = 2
+# Where a server refuses everything for a while, every row of the input would come to wait for its next try.
+PUT_OFF_BYTES = 1 << 26
+ROW_BYTES = 1 << 9  # of a row beside its request
 
 
 class Waiting:
@@ -37,7 +40,7 @@ class Waiting:
         self._ledger, self._stats, self._earlier = ledger, stats, earlier
         self._returned: deque[Row] = deque()
         self._later: list[tuple[float, int, Row]] = []
-        self._tickets = 0
+        self._tickets = self._put_off_bytes = 0
         self._suspects: deque[Row] = deque()
         self._deadly: deque[Row] = deque()
         self.parcels: deque[list[Row]] = deque()  # parts of failed packs, sent as they are
@@ -68,16 +71,23 @@ class Waiting:
         `idle` says that nothing is in flight or doubtful, so that a suspect would be alone.
         """
         if self._later and self._later[0][0] <= now:
-            return heapq.heappop(self._later)[2]
+            row = heapq.heappop(self._later)[2]
+            self._put_off_bytes -= len(row.body) + ROW_BYTES
+            return row
         if self._returned:
             return self._returned.popleft()
-        if not self._input.ended and (row := self._take_new(idle)) is not None:
-            return row
+        if not self._input.ended and self._has_room and (new := self._take_new(idle)) is not None:
+            return new
         alone = self._suspects or self._deadly
         if idle and self._input.ended and alone and not (self._later or self.parcels):
             self.alone = alone.popleft()
             return self.alone
         return None
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether so few rows wait for another try that new ones may come to it."""
+        return self._put_off_bytes < PUT_OFF_BYTES or len(self._later) < self._stats.limit
 
     def _take_new(self, idle: bool) -> Row | None:
         """The next new row without an answer; gives up after many that have one."""
@@ -117,6 +127,7 @@ class Waiting:
     def put_off(self, row: Row, until: float) -> None:
         """Again, but not before `until` (monotonic seconds)."""
         self._tickets += 1
+        self._put_off_bytes += len(row.body) + ROW_BYTES
         heapq.heappush(self._later, (until, self._tickets, row))
 
     def suspect(self, row: Row) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_provider_vllm.batch import tuning
+from airflow_provider_vllm.batch import tuning, waiting
 from airflow_provider_vllm.batch.spec import BatchSpec
 from tests.batch.helpers import ForeignLink, read_rows, run, until
 from tests.fakes.endpoint import ThreadedEndpoint
@@ -30,6 +30,31 @@ def test_refusals_shrink_what_is_in_flight(
     assert link.losses == []
     # 1.3 s without a refusal. Looking at its health for each 503, with all else waiting, would take a minute.
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("pack", [1, 4])
+def test_a_server_that_refuses_everything_for_a_while(
+    server: ThreadedEndpoint,
+    link: ForeignLink,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pack: int,
+) -> None:
+    monkeypatch.setattr(waiting, "PUT_OFF_BYTES", 50_000)
+    server.behaviour.status = 429
+    texts = [f"{index} {'x' * 500}" for index in range(2000)]
+    spec = BatchSpec(prompts=texts, pack=pack, concurrency=16)
+
+    def relent() -> None:
+        until(lambda: server.behaviour.requests * pack > 200)
+        server.behaviour.status = None
+
+    thread = threading.Thread(target=relent)
+    thread.start()
+    manifest = run(spec, link, tmp_path).manifest
+    thread.join()
+    assert manifest.outcomes == {"ok": 2000}
+    assert manifest.retries >= 100
 
 
 @pytest.mark.parametrize("status", [429, 503])

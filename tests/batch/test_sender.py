@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from airflow_provider_vllm.batch import waiting
 from airflow_provider_vllm.batch.ahead import Direct
 from airflow_provider_vllm.batch.client import Reply
 from airflow_provider_vllm.batch.endpoint import Endpoint
@@ -108,6 +109,31 @@ def test_a_loss_is_told_once_whatever_else_had_failed(tmp_path: Path) -> None:
     assert sender.events.empty()
     assert row.deaths == 1
     assert sender._waiting.take(0.0, False) is row
+
+
+def test_rows_that_wait_for_another_try_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a server refuses everything, the whole input would come to wait in memory."""
+    monkeypatch.setattr(waiting, "PUT_OFF_BYTES", 20_000)
+    rows = [("prompts", number, "x" * 1000) for number in range(1, 101)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
+    sender.stats.limit = 4
+
+    def taken(now: float, until: float) -> list[int]:
+        found = []
+        while (row := sender._waiting.take(now, True)) is not None:
+            sender._waiting.put_off(row, until)
+            found.append(row.number)
+        return found
+
+    first = taken(0.0, 10.0)
+    assert 4 < len(first) < 20
+    assert first == list(range(len(first)))
+    assert taken(5.0, 10.0) == [], "their pause is not over"
+    assert taken(11.0, 20.0) == first, "those that wait come first, and no other joins them"
+    sender.stats.limit = 30
+    assert len(taken(12.0, 20.0)) == 30 - len(first), "as many as may be in flight always may"
 
 
 @pytest.mark.parametrize("restarted", [False, True])
