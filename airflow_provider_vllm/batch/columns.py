@@ -21,7 +21,6 @@ from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.csv_rows import CsvWriter
 from airflow_provider_vllm.batch.exact import loads
-from airflow_provider_vllm.batch.extent import digest
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.parquet_rows import BATCH, ROWS
 from airflow_provider_vllm.batch.parquet_tables import (
@@ -36,7 +35,9 @@ from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 
-PUT_BACK = "every answer is kept in the journal; put the input back and retry"
+PUT_BACK = (
+    "every answer is kept in the journal; put the input back, or leave it as it is now, and retry"
+)
 End = tuple[Any, "str | None"]
 
 
@@ -123,17 +124,10 @@ def write_columns(
 ) -> None:
     """The output file; `before` as in `results.replacing`.
 
-    Raises BatchFailed where the input has changed since it was read first, or a value fits in no column.
+    Raises BatchFailed where the input has another number of rows than were sent, or a value fits in no column.
     """
     assert spec.output_path is not None
-
-    def unchanged() -> None:
-        meta = journal.read_meta()
-        if meta is not None and sources and digest(spec, sources) != meta.input:
-            raise BatchFailed(f"the input was changed while the batch ran; {PUT_BACK}")
-        before()
-
-    with results.replacing(spec.output_path, to_path, unchanged, journal.size()) as file:
+    with results.replacing(spec.output_path, to_path, before, journal.size()) as file:
         try:
             written = _write(spec, sources, journal, rows, file)
         except (InvalidPrompts, Damaged) as error:

@@ -14,8 +14,9 @@ from airflow_provider_vllm.batch import health, packing, results
 from airflow_provider_vllm.batch.ahead import Ahead, Direct
 from airflow_provider_vllm.batch.api import CHAT
 from airflow_provider_vllm.batch.check import Checked
-from airflow_provider_vllm.batch.columns import write_columns
+from airflow_provider_vllm.batch.columns import PUT_BACK, write_columns
 from airflow_provider_vllm.batch.endpoint import Endpoint, ServerLink
+from airflow_provider_vllm.batch.extent import digest
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.parameters import Spelling
@@ -25,6 +26,7 @@ from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.sender import Sender
+from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records, size_of
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import reason_to_fail, told
@@ -174,6 +176,7 @@ class Job:
             return results.read_answers(journal, rows)
 
         def before() -> None:
+            self._check_unchanged()
             if not manifest.errors:
                 results.remove_stale(results.errors_path(spec), to_path)
             self._write_manifest(manifest)
@@ -183,6 +186,16 @@ class Job:
         else:
             results.write_lines(spec, journal, rows, to_path, before)
         return None, None
+
+    def _check_unchanged(self) -> None:
+        """Raises BatchFailed where the input is not the one that was counted: the results would lack rows of it."""
+        sources = self._checked.sources
+        try:
+            same = not sources or digest(self._spec, sources) == self._checked.extent.digest
+        except UNREADABLE as error:
+            raise BatchFailed(f"the input cannot be read again: {error}; {PUT_BACK}") from error
+        if not same:
+            raise BatchFailed(f"the input was changed while the batch ran; {PUT_BACK}")
 
     def _write_manifest(self, manifest: Manifest) -> None:
         if manifest.manifest_path is not None:

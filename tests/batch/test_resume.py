@@ -361,3 +361,33 @@ def test_a_server_that_comes_up_otherwise_than_planned(
     with pytest.raises(BatchFailed, match="the model or the parameters changed"):
         run(strict.replace(params={"seed": 1}), other, tmp_path)
     assert run(strict, other, tmp_path).manifest.reused == 5
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("rows_then", [0, 20, 60])
+def test_an_input_that_changes_while_the_server_starts(
+    link: ForeignLink,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    rows_then: int,
+) -> None:
+    """Counted were forty rows. Results that lack some must not pass for whole; the retry takes the input as it is."""
+    one = spec(tmp_path, [{"prompt": f"p{index}"} for index in range(40)])
+    one = one.replace(output_path=str(tmp_path / f"out.{form}"))
+    connect = link.connect
+
+    def change() -> Endpoint:
+        write_rows(tmp_path / "in.jsonl", [{"prompt": f"p{index}"} for index in range(rows_then)])
+        return connect()
+
+    monkeypatch.setattr(link, "connect", change)
+    with pytest.raises(
+        BatchFailed, match="the input was changed while the batch ran; every answer"
+    ):
+        run(one, link, tmp_path)
+    assert not (tmp_path / f"out.{form}").exists()
+    monkeypatch.undo()
+    if rows_then:
+        manifest = run(one, link, tmp_path).manifest
+        assert (manifest.rows, manifest.ok, manifest.reused) == (rows_then, rows_then, rows_then)
