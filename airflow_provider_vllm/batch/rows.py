@@ -60,7 +60,7 @@ class RowMaker:
     ) -> None:
         self._spec = spec
         self._model = spec.model or model
-        self._url = spec.endpoint
+        self._url = self.url = spec.endpoint  # `url` is that of the row that was made last
         self._template = Template(spec.prompt_template) if spec.prompt_template else None
         self._schema = schema_of(spec.output_schema)
         self._next = 0
@@ -185,6 +185,7 @@ class RowMaker:
             raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
         if self._spelling is not None:
             self._spelling.look(url, body)
+        self.url = url
         mark = blake2b(identity + self._marks[url] + sent, digest_size=8)
         row = Row(number, custom_id, url, sent, hexlify(mark.digest()))
         if self._pack:

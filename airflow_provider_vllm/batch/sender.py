@@ -98,6 +98,7 @@ class Sender(threading.Thread):
         self._tune_at = 0.0
         self._spec, self._endpoint = spec, endpoint
         self._ledger = Ledger(spec, journal, self.stats, total, check)
+        self._maker = maker
         self._waiting = Waiting(records, maker, self._ledger, self.stats, earlier)
         self._client: Client | None = None
         self._doubtful: list[tuple[Row, Reply]] = []
@@ -110,6 +111,11 @@ class Sender(threading.Thread):
         self._answered_at_blame = -1  # rows that were, when last a row was to blame for a loss
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the row that was made last goes: a probe there asks the same engine in the same way."""
+        return self._maker.url
 
     def stop(self, timeout: float = 10.0) -> None:
         """Called by the watch: give up what is in flight, flush the journal, end the thread."""

@@ -121,13 +121,13 @@ class Watch:
         return health.look(self._endpoint, patience)
 
     def _is_stalled(self, now: float) -> bool:
-        return health.is_stalled(self._movement, now=now, patience=self._patience(now))
+        return health.is_stalled(self._movement, now=now, patience=self._patience())
 
-    def _patience(self, now: float) -> float:
+    def _patience(self) -> float:
         """Seconds without movement that are too many.
 
         Counters of the engine move with every step. Without them only whole rows are seen, and five times
-        the usual row (in flight / rows per second) is waited for.
+        the usual row (in flight / rows per second, up to the last movement) is waited for.
         """
         spec, stats = self._spec, self._sender.stats
         if self._movement.moved is not None:
@@ -135,7 +135,8 @@ class Watch:
         sent = stats.done - stats.reused
         if not sent:
             return max(spec.stall_timeout, spec.request_timeout / 2)
-        return max(spec.stall_timeout, 5 * stats.in_flight * (now - self._began) / sent)
+        moved = self._movement.at - self._began
+        return max(spec.stall_timeout, 5 * stats.in_flight * moved / sent)
 
     def _see(self, moved: float | None, now: float) -> None:
         stats = self._sender.stats
@@ -192,7 +193,7 @@ class Watch:
             "Nothing has moved for %.0f s with rows in flight; probing with one token", stalled
         )
         model = self._spec.model or self._endpoint.model
-        wrong = health.probe(self._endpoint, self._spec.endpoint, model, self._spec.probe_timeout)
+        wrong = health.probe(self._endpoint, self._sender.url, model, self._spec.probe_timeout)
         if wrong is None:
             self._log.info("The server answered the probe: the rows in flight are only slow")
             self._movement = Movement(

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from airflow_provider_vllm.batch import health
+from airflow_provider_vllm.batch.api import EMBEDDINGS
+from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.run import BatchResult
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -367,6 +370,56 @@ def freeze_after(server: ThreadedEndpoint, rows: int) -> threading.Thread:
     thread = threading.Thread(target=freeze)
     thread.start()
     return thread
+
+
+def test_a_freeze_without_counters_is_noticed_among_many_in_flight(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """The patience is with the speed until the freeze: with that since, it would grow as fast as the freeze lasts."""
+    server.behaviour.latency, server.behaviour.vllm = 0.01, False
+    link.on_recover = lambda: setattr(server.behaviour, "frozen", False)
+    prompts = [f"p{index}" for index in range(600)]
+    spec = BatchSpec(prompts=prompts, concurrency=64, pack=1, stall_timeout=1, probe_timeout=0.5)
+    thread = freeze_after(server, 200)
+    began = time.monotonic()
+    manifest = run(spec, link, tmp_path).manifest
+    thread.join()
+    assert manifest.outcomes == {"ok": 600}
+    assert manifest.server_losses == 1
+    assert time.monotonic() - began < 15
+
+
+def test_the_probe_asks_where_the_rows_go(
+    server: ThreadedEndpoint,
+    link: ForeignLink,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows name their URL themselves; a server of embeddings has no chat, and says so at once, frozen or not."""
+    server.behaviour.latency = 0.01
+    link.on_recover = lambda: setattr(server.behaviour, "frozen", False)
+    probed: list[str] = []
+
+    def probe(endpoint: Endpoint, url: str, model: str, deadline: float) -> str | None:
+        probed.append(url)
+        return real_probe(endpoint, url, model, deadline)
+
+    real_probe = health.probe
+    monkeypatch.setattr(health, "probe", probe)
+    rows = [batch_row(f"id-{index}", "", EMBEDDINGS, input=f"p{index}") for index in range(100)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    spec = BatchSpec(
+        input_path=str(source),
+        output_path=str(tmp_path / "out.jsonl"),
+        concurrency=4,
+        pack=1,
+        stall_timeout=0.5,
+        probe_timeout=0.5,
+    )
+    thread = freeze_after(server, 50)
+    assert run(spec, link, tmp_path).manifest.outcomes == {"ok": 100}
+    thread.join()
+    assert probed == [EMBEDDINGS]
 
 
 def test_the_log_says_which_rows_were_in_flight(
