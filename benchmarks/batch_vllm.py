@@ -32,7 +32,7 @@ from benchmarks.batch import Results, measure, median, say, verdict
 from benchmarks.batch_clients import PROMPTS, Job, write_input
 
 ROOT = Path(__file__).parents[1]
-FLAGS = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"]
+FLAGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
 NAME = "m"
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     llm = LLM(
         job["model"],
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype="float32",
         max_model_len=1024,
         max_num_seqs=job["in_flight"],
     )

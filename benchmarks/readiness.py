@@ -181,7 +181,7 @@ def real() -> ServerSpec:
         str(MODELS / TINY),
         python=str(ROOT / ".venv-vllm" / "bin" / "python"),
         gpus=0,
-        engine_args={"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 512},
+        engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 512},
         env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         startup_timeout=PATIENCE_S,
     )

@@ -13,7 +13,7 @@ from airflow_provider_vllm import ServerSpec, VllmBatchOperator, vllm_server
 SERVER = ServerSpec(
     model=os.environ["CHAOS_MODEL"],
     served_model_name="tiny",
-    engine_args={"enforce_eager": True, "max_model_len": 512, "dtype": "bfloat16"},
+    engine_args={"enforce_eager": True, "max_model_len": 512, "dtype": "float32"},
     startup_timeout=float(os.environ["CHAOS_STARTUP_S"]),
     idle_timeout=float(os.environ["CHAOS_LEASE_S"]),
 )
