@@ -67,7 +67,7 @@ class ServerSpec:
     """One vLLM server.
 
     :param model: local path or hub id.
-    :param served_model_name: name that clients use; default: last part of `model`.
+    :param served_model_name: name that answers carry; default: last part of `model`. Clients may use `model`, too.
     :param gpus: how many GPUs, or their UUIDs; None: 1 where an NVIDIA driver is present, else 0 (CPU build).
     :param engine_args: vLLM's options by name; True gives `--name`, False `--no-name`, None nothing,
         a list `--name a b`, a mapping JSON.

@@ -54,6 +54,7 @@ OTHERS = {
     b"BZh91AY&SY": "compressed by bzip2",
     b"PAR1": "Parquet",
 }
+PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")  # as `results.replacing` names what it writes
 GLOB = re.compile(r"[*?\[]")
 
 
@@ -76,7 +77,7 @@ def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> t
     """
     found: dict[str, Source] = {}
     again: list[str] = []
-    written = {_plain(to_path(text)) for text in own}
+    written = {real_path(to_path(text)) for text in own}
     for text in spec.paths:
         for path in _expand(text, to_path, written):
             real = real_path(path)
@@ -96,8 +97,11 @@ def real_path(path: Any) -> str:
     return os.path.realpath(path) if is_local(path) else str(path).rstrip("/")
 
 
-def _plain(path: Any) -> str:
-    return os.path.abspath(path) if is_local(path) else str(path)
+def _is_of(written: set[str], path: Any) -> bool:
+    """Whether a file is one of those, lies in one, or is what a killed try left of one."""
+    if part := PART.fullmatch(path.name):
+        path = path.with_name(part[1])
+    return any(real_path(each) in written for each in (path, *path.parents))
 
 
 def _expand(text: str, to_path: ToPath, written: set[str]) -> list[Any]:
@@ -109,7 +113,7 @@ def _expand(text: str, to_path: ToPath, written: set[str]) -> list[Any]:
     base = to_path(head or ("/" if text.startswith("/") else "."))
     hits = sorted((hit for hit in base.glob(pattern) if not hit.is_dir()), key=str)
     if written:
-        hits = [hit for hit in hits if not any(_plain(p) in written for p in (hit, *hit.parents))]
+        hits = [hit for hit in hits if not _is_of(written, hit)]
     if not hits:
         raise InvalidPrompts(f"input_path {text}: no file matches")
     return hits

@@ -61,7 +61,7 @@ class Order:
             return [_fill(word, known) for word in spec.command]
         words = inspect(self.python).serve_command(spec.model)
         words += [
-            f"--served-model-name={spec.served_model_name}",
+            *_name_words(spec),
             f"--host={spec.host}",
             f"--port={port}",
         ]
@@ -82,6 +82,14 @@ class Order:
         # vLLM's own limit for the engine (600 s by default) must not end a start that may take longer.
         out["VLLM_ENGINE_READY_TIMEOUT_S"] = str(max(600, int(self.spec.startup_timeout)))
         return {**out, **self.spec.env, START_MARK: self.nonce}
+
+
+def _name_words(spec: ServerSpec) -> list[str]:
+    """The name that answers carry, and the model's own: files of `vllm run-batch` and other clients ask for that."""
+    name = f"--served-model-name={spec.served_model_name}"
+    if spec.model == spec.served_model_name or spec.model.startswith("-"):
+        return [name]
+    return ["--served-model-name", spec.served_model_name, spec.model]
 
 
 def _lora_words(spec: ServerSpec) -> list[str]:

@@ -321,3 +321,24 @@ def test_a_first_line_of_any_length_is_one_record(
     first, *others = records(one, find_sources(one, local_path))
     assert (first[1], isinstance(first[2], RecordError)) == (1, size > 1025)
     assert [(line, value) for _, line, value in others] == ([(2, "last")] if end else [])
+
+
+@pytest.mark.parametrize(("source", "output"), [("link", "real"), ("real", "link")])
+def test_a_glob_leaves_out_what_the_batch_writes_by_any_name(
+    link: ForeignLink, tmp_path: Path, source: str, output: str
+) -> None:
+    """Through a link to the folder too, and what a try that was killed while it wrote has left."""
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    (real / "in.jsonl").write_text('{"prompt": "a"}\n')
+    spec = BatchSpec(
+        input_path=str(tmp_path / source / "*.jsonl*"),
+        output_path=str(tmp_path / output / "out.jsonl"),
+    )
+    for left in (".out.jsonl.0123abcd.part", ".out.jsonl.errors.jsonl.0123abcd.part"):
+        (real / left).write_text('{"prompt": "half"}\n')
+    for _ in range(2):  # and the next try
+        manifest = run(spec, link, tmp_path).manifest
+        assert (manifest.rows, manifest.ok) == (1, 1)
+    assert not list(real.glob(".*.part"))

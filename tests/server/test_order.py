@@ -63,8 +63,10 @@ def test_the_command_line() -> None:
         "serve",
         "org/model",
     ]
-    assert words[5:11] == [
-        "--served-model-name=name",
+    assert words[5:13] == [
+        "--served-model-name",
+        "name",
+        "org/model",
         "--host=127.0.0.1",
         "--port=8000",
         "--disable-uvicorn-access-log",
@@ -73,6 +75,17 @@ def test_the_command_line() -> None:
     ]
     assert words[-2:] == ["--lora-modules", "one=--not-an-option"]
     assert "--enable-lora" in words
+
+
+@pytest.mark.usefixtures("normal_vllm")
+@pytest.mark.parametrize("spec", [ServerSpec("m"), ServerSpec("./-odd", served_model_name="odd")])
+def test_a_model_is_served_under_its_own_name_too(spec: ServerSpec) -> None:
+    words = order(spec).command(8000)
+    if spec.model == spec.served_model_name:
+        assert "--served-model-name=m" in words
+    else:
+        at = words.index("--served-model-name")
+        assert words[at + 1 : at + 3] == ["odd", "./-odd"]
 
 
 @pytest.mark.usefixtures("normal_vllm")
