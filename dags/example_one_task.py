@@ -1,7 +1,8 @@
 """One task: a model, prompts, answers. The server lives inside the task.
 
 This works with every executor, since nothing outlives the task. Set the model with the environment
-variable EXAMPLE_MODEL on the workers and the DAG processor (a path or a hub id).
+variable EXAMPLE_MODEL on the workers and the DAG processor (a path or a hub id), and EXAMPLE_DTYPE where vLLM's
+own choice will not do (float32 for its CPU build).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from airflow_provider_vllm import ServerSpec, VllmBatchOperator
 
 SERVER = ServerSpec(
     model=os.environ.get("EXAMPLE_MODEL", "Qwen/Qwen3-8B"),
-    engine_args={"max_model_len": 1024, "enforce_eager": True},
+    engine_args={
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "dtype": os.environ.get("EXAMPLE_DTYPE", "auto"),
+    },
 )
 
 

@@ -17,7 +17,11 @@ DATA = os.environ.get("EXAMPLE_DATA", "/data/vllm")
 ANSWERS = Asset("vllm_daily_answers")
 SERVER = ServerSpec(
     model=os.environ.get("EXAMPLE_MODEL", "Qwen/Qwen3-8B"),
-    engine_args={"max_model_len": 1024, "enforce_eager": True},
+    engine_args={
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "dtype": os.environ.get("EXAMPLE_DTYPE", "auto"),
+    },
 )
 
 

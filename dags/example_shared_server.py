@@ -15,7 +15,11 @@ from airflow_provider_vllm import ServerSpec, VllmBatchOperator, vllm_server
 
 SERVER = ServerSpec(
     model=os.environ.get("EXAMPLE_MODEL", "Qwen/Qwen3-8B"),
-    engine_args={"max_model_len": 1024, "enforce_eager": True},
+    engine_args={
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "dtype": os.environ.get("EXAMPLE_DTYPE", "auto"),
+    },
 )
 
 

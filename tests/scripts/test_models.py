@@ -45,7 +45,7 @@ def test_the_models_of_the_set_up_are_what_they_say(tiny_model: Path, instruct_m
     tiny = json.loads((tiny_model / "config.json").read_text())
     assert (tiny["num_hidden_layers"], tiny["hidden_size"], tiny["vocab_size"]) == (2, 64, 512)
     instruct = json.loads((instruct_model / "config.json").read_text())
-    assert (instruct["model_type"], instruct["dtype"]) == ("llama", "float32")
+    assert (instruct["model_type"], instruct["dtype"]) == ("llama", "bfloat16")
     assert "quantization_config" not in instruct
     for model in (tiny_model, instruct_model):
         assert "assistant" in (model / "chat_template.jinja").read_text()
