@@ -15,7 +15,9 @@
     │   ├── DownloadFailed               a model could not be fetched; `transient` as below
     │   └── InsecurePath                 a folder or file that others could have prepared or read
     ├── BatchError
-    │   ├── BatchFailed                  too many rows failed, or the engine failed for good
+    │   ├── BatchFailed                  the engine failed for good, or one of
+    │   │   ├── TooManyErrors            more rows failed than the batch allows
+    │   │   │   └── UnsendableRows       (InvalidInput too) they cannot be sent: no server was asked
     │   │   └── JournalFailed            what was answered cannot be written down or read again
     │   └── RequestFailed                one request; `transient` says whether to send it again
     └── TaskInterrupted                  the task was killed: marked, cleared, or its worker shut down
@@ -132,6 +134,14 @@ class BatchFailed(BatchError):
     def __init__(self, message: str, *, manifest: dict | None = None) -> None:
         super().__init__(message)
         self.manifest = manifest
+
+
+class TooManyErrors(BatchFailed):
+    """More rows failed than `max_error_rate` or `max_errors` allows."""
+
+
+class UnsendableRows(TooManyErrors, InvalidInput):
+    """So many rows cannot be sent that the batch fails, whatever a server answers. The next try finds the same."""
 
 
 class JournalFailed(BatchFailed):

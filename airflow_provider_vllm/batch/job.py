@@ -29,9 +29,9 @@ from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records, size_of
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import reason_to_fail, told
+from airflow_provider_vllm.batch.verdict import MEND, reason_to_fail, told
 from airflow_provider_vllm.batch.watch import Watch
-from airflow_provider_vllm.exceptions import BatchFailed, JournalFailed
+from airflow_provider_vllm.exceptions import BatchFailed, JournalFailed, TooManyErrors
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,17 @@ class Job:
         )
         if reason is not None:
             self._errors_at = errors_at
-            raise BatchFailed(reason)
+            raise TooManyErrors(reason)
         manifest = self._manifest(sender, watch, errors_at)
         answers, errors = self._write(stats.done, manifest)
         self._log.info("Done: %s", manifest.summary())
         for advice in manifest.advice:
             self._log.info("For the next batch: %s", advice["text"])
         if stats.errors:
-            where = f"see {errors_at}" if errors_at else "; ".join(stats.samples)
-            self._log.warning("%d of %d rows failed: %s", stats.errors, stats.done, where)
+            where = f"; all of them: {errors_at}" if errors_at else ""
+            self._log.warning(
+                "%d of %d rows failed: %s%s", stats.errors, stats.done, stats.reasons, where
+            )
         return BatchResult(manifest, answers, errors)
 
     def _write(
@@ -244,7 +246,9 @@ class Job:
         """The same failure with the counts, the first errors and what to do."""
         sender.stop()
         manifest = self._manifest(sender, watch, self._errors_at, complete=False)
-        parts = told(str(error), sender.stats.samples, self._errors_at)
+        parts = told(str(error), sender.stats.reasons, self._errors_at)
+        if isinstance(error, TooManyErrors):
+            parts.append(MEND)
         if not isinstance(error, JournalFailed):
             parts.append(
                 f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"

@@ -15,6 +15,7 @@ from airflow_provider_vllm.batch.answers import (
     NotAnAnswer,
     answer,
     bad_row_line,
+    error_line,
     still_keeps,
 )
 from airflow_provider_vllm.batch.endpoint import Endpoint
@@ -23,8 +24,8 @@ from airflow_provider_vllm.batch.records import END, Reader, head
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.signals import Server, Stats
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import SAMPLES, reason_to_fail, sample
-from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.batch.verdict import reason_to_fail
+from airflow_provider_vllm.exceptions import TooManyErrors
 
 
 class Ledger:
@@ -43,7 +44,7 @@ class Ledger:
         self._add = journal.add
         self._reader: Reader | None = None
         self.flush = journal.flush
-        self.verdict: BatchFailed | None = None
+        self.verdict: TooManyErrors | None = None
 
     def answered(
         self, replies: Iterable[tuple[Row, bytes]], sums: tuple[int, int] | None = None
@@ -111,17 +112,29 @@ class Ledger:
 
     def invalid(self, row: BadRow) -> None:
         """A record that cannot be sent."""
-        self.failed(row, "invalid_input", bad_row_line(row), row.message)
+        self._end(row, "invalid_input", row.code, row.message, bad_row_line(row))
 
-    def failed(self, row: Row | BadRow, outcome: str, line: bytes, message: str) -> None:
-        """The last word on a row; `line` is its JSON in the errors file."""
+    def failed(
+        self,
+        row: Row,
+        outcome: str,
+        code: str,
+        message: str,
+        *,
+        status: int | None = None,
+        body: bytes | None = None,
+    ) -> None:
+        """The last word on a row that was sent; `status` and `body` are what the server said, if it did."""
+        line = error_line(row, code, message, status=status, body=body)
+        self._end(row, outcome, code, message, line)
+
+    def _end(self, row: Row | BadRow, outcome: str, code: str, message: str, line: bytes) -> None:
         start = head(row.key, row.number, outcome.encode())
         self._add(row.number, False, start, line, END)
         stats = self._stats
         stats.done += 1
         stats.failed[outcome] += 1
-        if len(stats.samples) < SAMPLES:
-            stats.samples.append(sample(row, message))
+        stats.reasons.add(row, code, message)
         reason = reason_to_fail(
             done=stats.done,
             errors=stats.errors,
@@ -131,4 +144,4 @@ class Ledger:
             finished=False,
         )
         if reason is not None:
-            self.verdict = self.verdict or BatchFailed(reason)
+            self.verdict = self.verdict or TooManyErrors(reason)

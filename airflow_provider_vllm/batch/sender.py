@@ -24,7 +24,6 @@ from airflow_provider_vllm.batch.answers import (
     Kind,
     NotAnAnswer,
     classify,
-    error_line,
     fatal,
     server_message,
 )
@@ -290,8 +289,8 @@ class Sender(threading.Thread):
         if isinstance(error, NotAnAnswer):
             self._again(row, f"HTTP 200, but {error}")
             return
-        line = error_line(row, "invalid_output", str(error), status=200, body=raw)
-        self._ledger.failed(row, "invalid_output", line, str(error))
+        kind = "invalid_output"
+        self._ledger.failed(row, kind, kind, str(error), status=200, body=raw)
 
     def _settle_pack(self, rows: list[Row], raw: bytes) -> None:
         try:
@@ -308,9 +307,8 @@ class Sender(threading.Thread):
         kind, message = self._kind(reply), server_message(reply)
         if kind is Kind.REJECTED:
             self._failed_in_a_row = 0
-            code = f"http_{reply.status}"
-            line = error_line(row, code, message, status=reply.status, body=reply.body)
-            self._ledger.failed(row, "rejected", line, message)
+            code, status = f"http_{reply.status}", reply.status
+            self._ledger.failed(row, "rejected", code, message, status=status, body=reply.body)
         elif kind is Kind.FATAL:
             self._failure = self._failure or fatal(reply, message)
         elif kind is Kind.BUSY:
@@ -357,7 +355,7 @@ class Sender(threading.Thread):
         row.params = None
         if row.attempts > self._spec.max_retries:
             text = f"{message} (tried {row.attempts} times)"
-            self._ledger.failed(row, "failed", error_line(row, code, text), text)
+            self._ledger.failed(row, "failed", code, text)
             return
         self._later(row, backoff(row.attempts, jitter=random.random()))
 
@@ -369,8 +367,8 @@ class Sender(threading.Thread):
         waited = now - max(row.busy_since, self._connected)
         if waited > self._spec.request_timeout:
             text = f"{message} (for {waited:.0f} s)"
-            line = error_line(row, "busy", text, status=reply.status, body=reply.body)
-            self._ledger.failed(row, "failed", line, text)
+            status, body = reply.status, reply.body
+            self._ledger.failed(row, "failed", "busy", text, status=status, body=body)
             return
         pause = min(15.0, 0.5 + waited / 2) * (0.5 + random.random())
         self._later(row, max(pause, min(reply.retry_after, 120.0)))
@@ -481,4 +479,4 @@ class Sender(threading.Thread):
             )
 
     def _blame(self, row: Row, text: str) -> None:
-        self._ledger.failed(row, "suspect", error_line(row, "suspect", text), text)
+        self._ledger.failed(row, "suspect", "suspect", text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.row import Row
+from airflow_provider_vllm.batch.verdict import Reasons
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Stats:
     in_flight: int = 0
     limit: int = 0
     pack: int = 1
-    samples: list[str] = field(default_factory=list)
+    reasons: Reasons = field(default_factory=Reasons)
     servers: list[Server] = field(default_factory=list)
 
     @property

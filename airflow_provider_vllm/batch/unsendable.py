@@ -15,8 +15,8 @@ from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import SAMPLES, reason_to_fail, sample, told
-from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.batch.verdict import MEND, Reasons, reason_to_fail, told
+from airflow_provider_vllm.exceptions import UnsendableRows
 
 LOOK = 10_000  # rows: some tenths of a second
 
@@ -32,7 +32,7 @@ class Found:
 
 
 def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPath) -> None:
-    """Raises BatchFailed where so many rows cannot be sent that the batch fails, whatever a server answers.
+    """Raises UnsendableRows where so many rows cannot be sent that the batch fails, whatever a server answers.
 
     The message names the first of them, and the errors file where that holds all.
     """
@@ -47,8 +47,10 @@ def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPa
     if found.read == total and found.count == len(found.rows):
         errors_at = results.write_error_lines(spec, map(bad_row_line, found.rows), to_path)
     reason = f"{found.reason}: they cannot be sent, and so no server was asked"
-    first = [sample(row, row.message) for row in found.rows[:SAMPLES]]
-    raise BatchFailed("; ".join(told(reason, first, errors_at)))
+    reasons = Reasons()
+    for row in found.rows:
+        reasons.add(row, row.code, row.message)
+    raise UnsendableRows("; ".join([*told(reason, reasons, errors_at), MEND]))
 
 
 def look(spec: BatchSpec, checked: Checked, model: str, total: int) -> Found:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 
 from airflow_provider_vllm.batch.row import BadRow, Row, place_of
 
 EARLY_ROWS = 50
 SAMPLES = 5  # failed rows that a message names
+MEND = "correct them, or allow more with max_error_rate or max_errors"
 
 
 def reason_to_fail(
@@ -40,10 +41,36 @@ def sample(row: Row | BadRow, message: str) -> str:
     return f"{row.custom_id}: {place_of(row)}: {message[:300]}"
 
 
-def told(reason: str, samples: Iterable[str], errors_at: str | None) -> list[str]:
-    """The parts of a message: why the batch fails, on which rows first, and where all of them are."""
+class Reasons:
+    """Why rows failed, by the code of their error: how many, and the first few of each."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._samples: dict[str, list[str]] = {}
+
+    def add(self, row: Row | BadRow, code: str, message: str) -> None:
+        self._counts[code] += 1
+        known = self._samples.setdefault(code, [])
+        if len(known) < SAMPLES:
+            known.append(sample(row, message))
+
+    def __str__(self) -> str:
+        """The most frequent first, each with a row at least; empty where there are none."""
+        kinds = self._counts.most_common(SAMPLES)
+        spare = SAMPLES - len(kinds)
+        parts = []
+        for code, count in kinds:
+            shown = self._samples[code][: 1 + spare]
+            spare -= len(shown) - 1
+            some = f"{count} x {code}, as " if count > len(shown) else ""
+            parts.append(some + " | ".join(shown))
+        return " | ".join(parts)
+
+
+def told(reason: str, reasons: Reasons, errors_at: str | None) -> list[str]:
+    """The parts of a message: why the batch fails, on which rows, and where all of them are."""
     parts = [reason]
-    if first := " | ".join(samples):
+    if first := str(reasons):
         parts.append(f"first errors: {first}")
     if errors_at:
         parts.append(f"all errors: {errors_at}")

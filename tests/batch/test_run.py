@@ -19,7 +19,7 @@ from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
+from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts, TooManyErrors
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, until, write_rows
 from tests.fakes.endpoint import ThreadedEndpoint
 
@@ -211,10 +211,28 @@ def test_the_log_of_a_batch_that_succeeds_names_the_errors_file(
     output = str(tmp_path / "out.jsonl")
     manifest = run(BatchSpec(prompts=prompts, output_path=output), link, tmp_path).manifest
     assert manifest.errors_path == f"{output}.errors.jsonl"
-    assert f"1 of 21 rows failed: see {manifest.errors_path}" in caplog.text
+    said = (
+        "1 of 21 rows failed: row-21: prompts, row 21: HTTP 400: told to answer 400; all of them: "
+    )
+    assert f"{said}{manifest.errors_path}" in caplog.text
     caplog.clear()
     run(BatchSpec(prompts=prompts), link, tmp_path / "other")
     assert "1 of 21 rows failed: row-21: prompts, row 21: HTTP 400" in caplog.text
+
+
+def test_the_most_frequent_reason_is_named_first(link: ForeignLink, tmp_path: Path) -> None:
+    """However late it comes, and however many other things are wrong."""
+    rows: list[Any] = [b"no JSON\n", b"5\n", *({"prompt": "fine"} for _ in range(90))]
+    rows += [batch_row(f"q{index}", "x", model="other") for index in range(30)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    spec = BatchSpec(input_path=str(source), output_path=str(tmp_path / "out.jsonl"), pack=1)
+    with pytest.raises(TooManyErrors, match="rows failed, more than max_error_rate") as caught:
+        run(spec, link, tmp_path)
+    text = str(caught.value)
+    first = text[text.index("first errors: ") :]
+    assert first.startswith(f"first errors: 30 x http_404, as q0: {source}, line 93: HTTP 404: ")
+    assert f"{source}, line 1: not JSON" in first and f"{source}, line 2: " in first
+    assert "correct them, or allow more with max_error_rate or max_errors" in first
 
 
 def test_transient_failures_are_retried(

@@ -21,6 +21,7 @@ from airflow_provider_vllm.exceptions import (
     PreflightFailed,
     ServerLost,
     StartFailed,
+    UnsendableRows,
 )
 from airflow_provider_vllm.policies.retry import _DELAYS, MAX_REASON, delay_for
 from airflow_provider_vllm.server.preflight import Finding, enforce
@@ -84,6 +85,7 @@ def test_fail_fast_gives_up_only_where_no_launch_can_help(launch: bool, fail_fas
         InvalidHandle("no handle of ours"),
         InvalidPrompts("/data/none.jsonl: no such file"),
         InvalidInput("the output is the input"),
+        UnsendableRows("7 of 30 rows failed"),
         DownloadFailed("no such model"),
     ],
 )
