@@ -35,6 +35,7 @@ HEAD = (
 TAIL = b'},"error":null}\n'
 loads, dumps = orjson.loads, orjson.dumps
 Check = Callable[[str], "str | None"]
+MOST_BODY = 1 << 20  # bytes of a response that an error row keeps
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -192,11 +193,12 @@ def error_line(
     response = None
     if status is not None:
         parsed: Any
+        kept = (body or b"null")[:MOST_BODY]
         try:
-            parsed = orjson.loads(body or b"null")
+            parsed = orjson.loads(kept)
             dumps(parsed)
         except (orjson.JSONDecodeError, TypeError):  # what is nested too deep is read, not written
-            parsed = (body or b"").decode("utf-8", "replace")
+            parsed = kept.decode("utf-8", "replace")
         response = {"status_code": status, "request_id": None, "body": parsed}
     error: dict[str, Any] = {"code": code, "message": clean(message)}
     error |= {"file": clean(row.source), "line": row.line}

@@ -115,5 +115,8 @@ def split(rows: list[Row], raw: bytes) -> tuple[list[bytes], int, int]:
             name: [{**item, "index": 0}],
             "usage": None,
         }
-        bodies.append(orjson.dumps(own))
+        try:
+            bodies.append(orjson.dumps(own))
+        except TypeError as error:  # it is read to a greater depth than it is written
+            raise NotAnAnswer(f"the pack's answer cannot be written down: {error}") from None
     return bodies, *tokens

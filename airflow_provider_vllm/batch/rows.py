@@ -36,8 +36,10 @@ from airflow_provider_vllm.batch.source import RecordError
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec, schema_of
 from airflow_provider_vllm.batch.template import RowError, Template
-from airflow_provider_vllm.batch.values import is_empty, is_utf8
+from airflow_provider_vllm.batch.values import is_empty, is_finite, is_utf8
 
+# What objects of a list that are no JSON raise where they are looked at: one row's matter, too.
+ODD = (TypeError, ValueError, ArithmeticError, RecursionError)
 PROMPT_COLUMNS = ("prompt", "messages", "text", "input")
 URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in URLS}
 
@@ -91,6 +93,9 @@ class RowMaker:
                 row = make(number, value)
             except (RowError, RecordError) as error:
                 add(self._bad(number, source, line, value, error))
+            except ODD as error:
+                odd = RowError("invalid_value", f"cannot be sent: {type(error).__name__}: {error}")
+                add(self._bad(number, source, line, None, odd))
             else:
                 row.source, row.line = source, line
                 add(row)
@@ -181,6 +186,8 @@ class RowMaker:
             sent = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         except (TypeError, orjson.JSONEncodeError) as error:
             raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
+        if b"null" in sent and not is_finite(body):
+            raise RowError("invalid_value", "holds a number that is not finite", "body")
         if len(sent) > self._limit:
             raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
         if self._spelling is not None:

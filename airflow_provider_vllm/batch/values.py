@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -17,3 +18,12 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value and all that it holds can be written as JSON numbers, which infinity and NaN cannot."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(is_finite, value))

@@ -279,3 +279,16 @@ def test_an_integer_of_many_digits_is_read_back() -> None:
         "b": float("-inf"),
         "c": 12345678901234567890123,
     }
+
+
+def test_a_response_without_end_is_kept_in_part() -> None:
+    """An error row has to be read again, and its file is known as a batch's by its first line."""
+    line = error_line(row(), "http_400", "no", status=400, body=b'"' + b"x" * (20 << 20) + b'"')
+    assert len(line) < 2 << 20
+    assert json.loads(line)["response"]["body"].startswith('"xxx')
+
+
+def test_a_pack_whose_answer_cannot_be_written_down_is_none() -> None:
+    items = b'[{"index": 0, "text": "a", "more": %b}]' % DEEP
+    with pytest.raises(NotAnAnswer, match="cannot be written down"):
+        split([row(COMPLETIONS)], b'{"id": "x", "choices": ' + items + b"}")

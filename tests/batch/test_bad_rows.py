@@ -257,3 +257,33 @@ def test_parquet_with_nulls(link: ForeignLink, tmp_path: Path) -> None:
     assert [row["prompt"] for row in table] == prompts
     assert [row["response"] is None for row in table] == [prompt is None for prompt in prompts]
     assert "null" in table[1]["error"]
+
+
+class Stubborn:
+    """No JSON, and no pleasant object either."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no name")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt": "x", "params": [([], 1)]},
+        {"prompt": "x", "custom_id": 10**5000},
+        {"prompt": "x", "params": {"logit_bias": {"5": float("inf")}}},
+        batch_row("bad", "x", temperature=float("nan")),
+        {"prompt": "x", "params": {"seed": Stubborn()}},
+        Stubborn(),
+    ],
+    ids=["pairs", "a custom id without end", "infinite", "nan", "an odd value", "an odd object"],
+)
+def test_an_odd_object_of_a_list_is_one_bad_row(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, bad: Any
+) -> None:
+    """What a Python list may hold, and no file: never sent as something else, such as null."""
+    prompts = [*(f"p{index}" for index in range(10)), bad]
+    spec = BatchSpec(prompts=prompts, max_error_rate=0.1)
+    manifest = run(spec, link, tmp_path).manifest
+    assert manifest.outcomes == {"invalid_input": 1, "ok": 10}
+    assert server.behaviour.prompts.total() == 10
