@@ -21,7 +21,7 @@ DEPTH = 6
 
 
 class Direct(Generic[Item]):
-    """`take(n)` gives up to `n` items, of `size` bytes each only some; `ended` says that there are no more."""
+    """`take(n)` gives up to `n` items, fewer of large ones where `size` gives bytes; `ended`: there are no more."""
 
     def __init__(self, items: Iterator[Item], size: Callable[[Item], int] | None = None) -> None:
         self._items, self._size = items, size

@@ -175,6 +175,9 @@ def merge(
         raise InvalidInput(
             "merge: a shard's manifest has no output_path; its batch did not succeed"
         )
+    twice = [text for text, count in Counter(map(str, outputs)).items() if count > 1]
+    if twice:
+        raise InvalidInput(f"merge: {', '.join(twice)} is given twice; its rows would be, too")
     errors = [m["errors_path"] for m in manifests if m.get("errors_path")]
     place = _check_merged(manifests, output_path, to_path)
     errors_to = place if errors else None

@@ -101,6 +101,8 @@ def test_what_cannot_be_split_or_merged(tmp_path: Path) -> None:
         merge([], str(tmp_path / "out.jsonl"))
     with pytest.raises(InvalidInput, match="did not succeed"):
         merge([{"output_path": None}], str(tmp_path / "out.jsonl"))
+    with pytest.raises(InvalidInput, match=r"a\.jsonl is given twice"):
+        merge([{"output_path": "a.jsonl"}] * 2, str(tmp_path / "out.jsonl"))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])

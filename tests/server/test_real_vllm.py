@@ -38,10 +38,10 @@ def start(servers: Servers, vllm_python: Path, tiny_model: Path) -> Callable[[],
     return lambda: servers.start(spec)
 
 
-def complete(running: Running, max_tokens: int) -> int:
+def complete(running: Running, max_tokens: int, model: str = "") -> int:
     """Ask for that many tokens; the HTTP status, 0 where the connection broke."""
     body = {
-        "model": running.state.model,
+        "model": model or running.state.model,
         "prompt": "a",
         "max_tokens": max_tokens,
         "ignore_eos": True,
@@ -99,6 +99,9 @@ def test_it_answers_and_an_idle_stop_takes_under_3_s(
     assert len(tree) >= 3
     assert any(path.is_socket() for path in temp.folder_of(running.state.nonce).iterdir())
     assert complete(running, 4) == 200
+    assert complete(running, 4, running.handle.spec["model"]) == 200, (
+        "its own name, as in files of run-batch"
+    )
     # What SECURITY.md says of the key: the first is guarded, the others are not.
     guarded = [status_without_key(running, path) for path in ("/v1/models", "/v1/completions")]
     assert guarded == [401, 401]
