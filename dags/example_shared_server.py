@@ -29,7 +29,7 @@ def example_shared_server():
         questions = VllmBatchOperator(
             task_id="questions",
             server=server,
-            prompts=["What is the capital of Italy?", "What is the capital of Germany?"],
+            prompts=["What is the capital of Japan?", "What is the capital of Germany?"],
             sampling={"temperature": 0, "max_tokens": 40},
         )
         VllmBatchOperator(

@@ -24,7 +24,7 @@ RUN_S = 300.0
 KEY = "s3cret-k3y"
 # The run of a day is made at 3 in the next morning; its data are those of the day before.
 DAYS = {
-    "2026-03-01": ("2026-03-02T03:00:00Z", ["What is the capital of Italy?"]),
+    "2026-03-01": ("2026-03-02T03:00:00Z", ["What is the capital of Japan?"]),
     "2026-03-02": ("2026-03-03T03:00:00Z", ["What is the capital of Japan?", "Say hello."]),
 }
 
@@ -90,7 +90,7 @@ def test_two_batches_on_a_shared_server(runs: Runs) -> None:
     assert set(runs.states("example_shared_server").values()) == {"success"}
     assert len(runs.states("example_shared_server")) == 4
     questions = runs.xcom("example_shared_server", "questions")
-    assert "Rome" in questions[0]
+    assert "Tokyo" in questions[0]
     assert "Berlin" in questions[1]
     assert len(runs.xcom("example_shared_server", "rephrase")) == 2
     handle = runs.xcom("example_shared_server", "start_vllm_server")
@@ -106,7 +106,7 @@ def test_each_day_has_its_own_file(runs: Runs) -> None:
         assert len(rows) == len(prompts)
         manifest = json.loads((runs.data / f"{day}.answers.jsonl.manifest.json").read_text())
         assert manifest["input"] == [str(runs.data / f"{day}.jsonl")]
-    assert "Rome" in (runs.data / "2026-03-01.answers.jsonl").read_text()
+    assert "Tokyo" in (runs.data / "2026-03-01.answers.jsonl").read_text()
     assert "Tokyo" in (runs.data / "2026-03-02.answers.jsonl").read_text()
 
 
