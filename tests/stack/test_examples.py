@@ -24,7 +24,7 @@ RUN_S = 300.0
 KEY = "s3cret-k3y"
 # The run of a day is made at 3 in the next morning; its data are those of the day before.
 DAYS = {
-    "2026-03-01": ("2026-03-02T03:00:00Z", ["What is the capital of Japan?"]),
+    "2026-03-01": ("2026-03-02T03:00:00Z", ["What is the capital of France?"]),
     "2026-03-02": ("2026-03-03T03:00:00Z", ["What is the capital of Japan?", "Say hello."]),
 }
 
@@ -106,7 +106,7 @@ def test_each_day_has_its_own_file(runs: Runs) -> None:
         assert len(rows) == len(prompts)
         manifest = json.loads((runs.data / f"{day}.answers.jsonl.manifest.json").read_text())
         assert manifest["input"] == [str(runs.data / f"{day}.jsonl")]
-    assert "Tokyo" in (runs.data / "2026-03-01.answers.jsonl").read_text()
+    assert "Paris" in (runs.data / "2026-03-01.answers.jsonl").read_text()
     assert "Tokyo" in (runs.data / "2026-03-02.answers.jsonl").read_text()
 
 
