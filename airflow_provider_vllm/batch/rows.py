@@ -77,6 +77,9 @@ class RowMaker:
         self._spelling = spelling
         self._roles = ROLES.union(spec.extra_roles)
         self._from_file = spec.prompts is None
+        self._may_be_infinite = (
+            bool(spec.params) or not self._from_file
+        )  # the files' own JSON is checked when read
         self._marks = {url: mark + server.encode() for url, mark in URL_MARKS.items()}
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row | BadRow]:
@@ -186,7 +189,7 @@ class RowMaker:
             sent = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         except (TypeError, orjson.JSONEncodeError) as error:
             raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
-        if b"null" in sent and not is_finite(body):
+        if self._may_be_infinite and b"null" in sent and not is_finite(body):
             raise RowError("invalid_value", "holds a number that is not finite", "body")
         if len(sent) > self._limit:
             raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
