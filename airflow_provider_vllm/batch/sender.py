@@ -32,6 +32,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import Vitals
 from airflow_provider_vllm.batch.journal import PROVEN, Earlier, Journal
 from airflow_provider_vllm.batch.ledger import Ledger
+from airflow_provider_vllm.batch.refusals import Refusals, pause
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.signals import (
@@ -99,13 +100,14 @@ class Sender(threading.Thread):
         self._ledger = Ledger(spec, journal, self.stats, total, check)
         self._maker = maker
         self._waiting = Waiting(records, maker, self._ledger, self.stats, earlier)
+        self._refusals = Refusals(0.0)
         self._client: Client | None = None
         self._doubtful: list[tuple[Row, Reply]] = []
         self._asked = self._paused = self._stopped = False
         self._failed_in_a_row = 0
+        self._held = 0  # rows that the server had when the doubt began
         self._paused_at = 0.0
         self._filled = 0.0
-        self._connected = 0.0
         self._healthy_until = 0.0
         self._answered_at_blame = -1  # rows that were, when last a row was to blame for a loss
         self._wait = POLL  # for answers, before there is something else to do
@@ -166,7 +168,7 @@ class Sender(threading.Thread):
 
     def _connect(self, endpoint: Endpoint) -> Client:
         self._ledger.begins(endpoint)
-        self._connected = time.monotonic()
+        self._refusals = Refusals(time.monotonic())
         return Client(endpoint, self._spec.request_timeout, min(self.stats.limit, 1024))
 
     def _tune(self, now: float) -> None:
@@ -193,37 +195,41 @@ class Sender(threading.Thread):
 
     def _fill(self, client: Client, now: float) -> None:
         stats, waiting = self.stats, self._waiting
+        waiting.wake(now)
         if stats.pack == 1 and waiting.only_new:
-            if self._few_fit(now):
+            most = self._refusals.most(stats.limit, 0)
+            if self._few_fit(most, now):
                 self._wait = self._filled + REFILL_S - now
                 return
             self._filled = now
-            self._fill_with_new(client)
-        while (room := stats.limit - stats.in_flight) > 0:
+            self._fill_with_new(client, most)
+        # A row that was refused keeps its place while it pauses: else the next one would be refused there, and so on.
+        most = self._refusals.most(stats.limit, waiting.pausing)
+        while (room := most - stats.in_flight) > 0:
             if waiting.parcels:
                 self._send(client, waiting.parcels.popleft())
                 continue
-            if stats.pack > 1 and stats.in_flight and room < min(stats.pack, stats.limit):
+            if stats.pack > 1 and stats.in_flight and room < min(stats.pack, most):
                 return  # wait for room for a whole pack
-            row = waiting.take(now, self._idle)
+            row = waiting.take(self._idle)
             if row is None:
                 return
             if stats.pack > 1 and row.params is not None:
-                self._send(client, self._gather(row, min(stats.pack, room), now))
+                self._send(client, self._gather(row, min(stats.pack, room)))
             else:
                 self._send(client, [row])
 
-    def _few_fit(self, now: float) -> bool:
+    def _few_fit(self, most: int, now: float) -> bool:
         """Whether there is room for some new rows, and more room is worth a moment of waiting."""
-        room = self.stats.limit - self.stats.in_flight
-        few = 0 < room < min(REFILL, self.stats.limit // 8)
+        room = most - self.stats.in_flight
+        few = 0 < room < min(REFILL, most // 8)
         return few and now < self._filled + REFILL_S
 
-    def _fill_with_new(self, client: Client) -> None:
+    def _fill_with_new(self, client: Client, most: int) -> None:
         """The usual case, without a call for each step."""
         send, stats = client.send, self.stats
         left = SKIPS_PER_TURN  # bad rows make no one wait for room
-        while (room := min(stats.limit - stats.in_flight, left)) > 0:
+        while (room := min(most - stats.in_flight, left)) > 0:
             if not (rows := self._waiting.take_new(room, self._idle)):
                 return
             left -= len(rows)
@@ -236,11 +242,11 @@ class Sender(threading.Thread):
             if self._ledger.verdict is not None:
                 return
 
-    def _gather(self, first: Row, most: int, now: float) -> list[Row]:
+    def _gather(self, first: Row, most: int) -> list[Row]:
         """Up to `most` rows that fit into one request with the first."""
         rows = [first]
         while len(rows) < most:
-            row = self._waiting.take(now, False)
+            row = self._waiting.take(False)
             if row is None:
                 break
             if row.params != first.params or row.url != first.url:
@@ -260,6 +266,7 @@ class Sender(threading.Thread):
 
     def _settle(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         stats, alone = self.stats, good
+        held, refused, ok = stats.in_flight, stats.refused, stats.ok
         if good:
             self._failed_in_a_row = 0
             if self._may_pack:
@@ -271,6 +278,7 @@ class Sender(threading.Thread):
             stats.in_flight -= len(alone)
             for row, body, error in self._ledger.answered(alone):
                 self._settle_wrong(row, body, error)
+            self._refusals.answered(stats.ok - ok)
         for reply in others:
             if type(reply.tag) is list:
                 stats.in_flight -= len(reply.tag)
@@ -278,6 +286,12 @@ class Sender(threading.Thread):
             else:
                 stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply)
+        self._note_refusals(held, refused)
+
+    def _note_refusals(self, held: int, before: int) -> None:
+        """Where there are more than `before`: the server took the others of the `held` rows that it was asked."""
+        if (new := self.stats.refused - before) > 0:
+            self._refusals.refused(held - new)
 
     def _settle_rest(self, client: Client) -> None:
         """At an end: what has come whole is kept, and the watch, which knows, is told of no trouble."""
@@ -360,25 +374,24 @@ class Sender(threading.Thread):
         self._later(row, backoff(row.attempts, jitter=random.random()))
 
     def _refused(self, row: Row, message: str, reply: Reply) -> None:
-        """The server asks for patience: no failed try, until this server has for `request_timeout`."""
-        now = time.monotonic()
+        """The server asks for patience: no failed try, until it has for `request_timeout`, this row or every row."""
         self.stats.refused += 1
-        row.busy_since = row.busy_since or now
-        waited = now - max(row.busy_since, self._connected)
+        waited = self._refusals.waited(row, time.monotonic())
         if waited > self._spec.request_timeout:
             text = f"{message} (for {waited:.0f} s)"
             status, body = reply.status, reply.body
             self._ledger.failed(row, "failed", "busy", text, status=status, body=body)
             return
-        pause = min(15.0, 0.5 + waited / 2) * (0.5 + random.random())
-        self._later(row, max(pause, min(reply.retry_after, 120.0)))
+        self._later(row, pause(waited, reply.retry_after, jitter=random.random()), refused=True)
 
-    def _later(self, row: Row, seconds: float) -> None:
+    def _later(self, row: Row, seconds: float, *, refused: bool = False) -> None:
         self.stats.retries += 1
-        self._waiting.put_off(row, time.monotonic() + seconds)
+        self._waiting.put_off(row, time.monotonic() + seconds, refused=refused)
 
     def _doubt(self, row: Row, reply: Reply) -> None:
         """Keep a row aside until the watch knows whether the server is dead."""
+        if not self._doubtful:
+            self._held = self.stats.in_flight + 1
         self._doubtful.append((row, reply))
         self._failed_in_a_row += 1
         if not self._paused and (classify(reply) is Kind.UNSENT or self._failed_in_a_row >= 2):
@@ -392,10 +405,11 @@ class Sender(threading.Thread):
     def _obey(self, command: Any) -> None:
         if isinstance(command, Healthy):
             self._healthy_until = time.monotonic() + HEALTHY_FOR
-            for row, reply in self._resume(
-                gap=self._paused and time.monotonic() > self._paused_at + GAP
-            ):
+            gap = self._paused and time.monotonic() > self._paused_at + GAP
+            doubtful, refused = self._resume(gap=gap), self.stats.refused
+            for row, reply in doubtful:
                 self._try_again(row, reply)
+            self._note_refusals(self._held, refused)
         elif isinstance(command, Lost):
             self._give_up(command.reason)
         elif isinstance(command, Connect):

@@ -39,8 +39,10 @@ class Waiting:
         self._input, self._maker = records, maker
         self._ledger, self._stats, self._earlier = ledger, stats, earlier
         self._returned: deque[Row] = deque()
-        self._later: list[tuple[float, int, Row]] = []
+        self._later: list[tuple[float, int, Row, bool]] = []
         self._tickets = self._put_off_bytes = 0
+        self._due: deque[Row] = deque()  # their pause is over
+        self.pausing = 0  # of the rows put off, those that the server refused
         self._suspects: deque[Row] = deque()
         self._deadly: deque[Row] = deque()
         self.parcels: deque[list[Row]] = deque()  # parts of failed packs, sent as they are
@@ -48,14 +50,19 @@ class Waiting:
 
     def __bool__(self) -> bool:
         return not self._input.ended or bool(
-            self._returned or self._later or self._suspects or self._deadly or self.parcels
+            self._returned
+            or self._later
+            or self._due
+            or self._suspects
+            or self._deadly
+            or self.parcels
         )
 
     @property
     def only_new(self) -> bool:
         """Whether `take_new` may be used."""
         return self._earlier is None and not (
-            self._input.ended or self._returned or self._later or self.parcels
+            self._input.ended or self._returned or self._later or self._due or self.parcels
         )
 
     def take_new(self, most: int, idle: bool) -> list[Row | BadRow]:
@@ -65,13 +72,20 @@ class Waiting:
         self._stats.read += len(rows)
         return rows
 
-    def take(self, now: float, idle: bool) -> Row | None:
+    def wake(self, now: float) -> None:
+        """Let the rows go next whose pause is over."""
+        while self._later and self._later[0][0] <= now:
+            _, _, row, refused = heapq.heappop(self._later)
+            self.pausing -= refused
+            self._due.append(row)
+
+    def take(self, idle: bool) -> Row | None:
         """The next row, or None when none may be sent right now.
 
         `idle` says that nothing is in flight or doubtful, so that a suspect would be alone.
         """
-        if self._later and self._later[0][0] <= now:
-            row = heapq.heappop(self._later)[2]
+        if self._due:
+            row = self._due.popleft()
             self._put_off_bytes -= len(row.body) + ROW_BYTES
             return row
         if self._returned:
@@ -124,11 +138,12 @@ class Waiting:
         """Back from a lost server."""
         self._returned.append(row)
 
-    def put_off(self, row: Row, until: float) -> None:
+    def put_off(self, row: Row, until: float, *, refused: bool = False) -> None:
         """Again, but not before `until` (monotonic seconds)."""
         self._tickets += 1
         self._put_off_bytes += len(row.body) + ROW_BYTES
-        heapq.heappush(self._later, (until, self._tickets, row))
+        self.pausing += refused
+        heapq.heappush(self._later, (until, self._tickets, row, refused))
 
     def suspect(self, row: Row) -> None:
         """Alone, when everything else is done."""

@@ -32,6 +32,21 @@ def test_refusals_shrink_what_is_in_flight(
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_allows_fewer_than_asked_for_is_not_stormed(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, status: int
+) -> None:
+    """It refuses at once what it has no room for: each free place could be asked for thousands of times a second."""
+    server.behaviour.busy_above, server.behaviour.busy_status = 24, status
+    server.behaviour.latency = 0.1
+    spec = BatchSpec(prompts=[f"p{index}" for index in range(1000)], pack=1, concurrency=64)
+    began = time.monotonic()
+    manifest = run(spec, link, tmp_path).manifest
+    assert manifest.outcomes == {"ok": 1000}
+    assert 40 <= manifest.retries < 300
+    assert time.monotonic() - began < 15  # 4.2 s with 24 places full all the time
+
+
 @pytest.mark.parametrize("pack", [1, 4])
 def test_a_server_that_refuses_everything_for_a_while(
     server: ThreadedEndpoint,
@@ -46,7 +61,7 @@ def test_a_server_that_refuses_everything_for_a_while(
     spec = BatchSpec(prompts=texts, pack=pack, concurrency=16)
 
     def relent() -> None:
-        until(lambda: server.behaviour.requests * pack > 200)
+        until(lambda: server.behaviour.requests > 30)
         server.behaviour.status = None
 
     thread = threading.Thread(target=relent)
@@ -54,7 +69,7 @@ def test_a_server_that_refuses_everything_for_a_while(
     manifest = run(spec, link, tmp_path).manifest
     thread.join()
     assert manifest.outcomes == {"ok": 2000}
-    assert manifest.retries >= 100
+    assert 16 <= manifest.retries < 200
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -23,6 +23,8 @@ from airflow_provider_vllm.batch.signals import Connect, Healthy, NeedServer
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
 
+ANSWER = b'{"id":"a","choices":[{"message":{"content":"b"}}]}'
+
 
 def a_sender(folder: Path, spec: BatchSpec, records: Iterable[Record]) -> Sender:
     """Not started, with an open journal in the folder."""
@@ -108,7 +110,7 @@ def test_a_loss_is_told_once_whatever_else_had_failed(tmp_path: Path) -> None:
     assert isinstance(sender.events.get_nowait(), NeedServer)
     assert sender.events.empty()
     assert row.deaths == 1
-    assert sender._waiting.take(0.0, False) is row
+    assert sender._waiting.take(False) is row
 
 
 def test_rows_that_wait_for_another_try_are_bounded(
@@ -122,7 +124,8 @@ def test_rows_that_wait_for_another_try_are_bounded(
 
     def taken(now: float, until: float) -> list[int]:
         found = []
-        while (row := sender._waiting.take(now, True)) is not None:
+        sender._waiting.wake(now)
+        while (row := sender._waiting.take(True)) is not None:
             sender._waiting.put_off(row, until)
             found.append(row.number)
         return found
@@ -151,3 +154,21 @@ def test_patience_with_refusals_is_with_one_server(tmp_path: Path, restarted: bo
     assert sender.stats.failed == ({} if restarted else {"failed": 1})
     expected = "" if restarted else "row-1: prompts, row 1: no room (for 601 s)"
     assert str(sender.stats.reasons) == expected
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_where_every_row_is_refused_patience_is_with_the_server(
+    tmp_path: Path, answered: bool
+) -> None:
+    """Else each new row would be waited for anew, and a batch of many would never end."""
+    rows = [("prompts", number, "a") for number in (1, 2, 3)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
+    first, second, other = sender._waiting.take_new(3, True)
+    assert isinstance(first, Row) and isinstance(second, Row)
+    sender._refused(first, "no room", Reply(first, 429, b"", 0, "", 0.0))
+    sender._refusals._since -= 601
+    if answered:
+        sender.stats.in_flight = 1
+        sender._settle([(other, ANSWER)], [])
+    sender._refused(second, "no room", Reply(second, 429, b"", 0, "", 0.0))
+    assert sender.stats.failed == ({} if answered else {"failed": 1})
