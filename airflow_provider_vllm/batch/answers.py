@@ -22,7 +22,7 @@ from airflow_provider_vllm.batch.api import (
     UNFINISHED_STATUS,
     answers_of,
 )
-from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, Reply
+from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, TOO_LARGE, Reply
 from airflow_provider_vllm.batch.plain import plain_answer
 from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.row import BadRow, Row
@@ -36,6 +36,8 @@ TAIL = b'},"error":null}\n'
 loads, dumps = orjson.loads, orjson.dumps
 Check = Callable[[str], "str | None"]
 MOST_BODY = 1 << 20  # bytes of a response that an error row keeps
+CUT_OFF = frozenset(["length", "max_output_tokens"])
+CUT_OFF_MARKS = (b'"length"', b'"max_output_tokens"')
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -65,6 +67,8 @@ def classify(reply: Reply) -> Kind:
             return Kind.UNSENT
         if reply.error in MISCONFIGURED:
             return Kind.FATAL
+        if reply.error == TOO_LARGE:
+            return Kind.REJECTED
         return Kind.TIMEOUT if reply.error == TIMED_OUT else Kind.DOUBTFUL
     if reply.status in (401, 403):
         return Kind.FATAL
@@ -75,26 +79,26 @@ def classify(reply: Reply) -> Kind:
 
 def answer(
     row: Row, raw: bytes, check: Check | None = None, sums: tuple[int, int] | None = None
-) -> tuple[bytes, bytes, int, int]:
-    """What a reply with status 200 says: head and body of its record, prompt and completion tokens.
+) -> tuple[bytes, bytes, int, int, bool]:
+    """What a reply with status 200 says: head and body of its record, prompt and completion tokens, if it is cut off.
 
     The record is `head + body + TAIL`. `sums` replaces the body's own usage, for packs. Raises
     NotAnAnswer, InvalidOutput.
     """
     usual = None if check is not None or sums is not None else plain_answer(row.url, raw)
     if usual is not None:
-        answer_id, prompt, completion = usual
+        answer_id, prompt, completion, cut_off = usual
     else:
-        raw, answer_id, prompt, completion = _any_answer(row, raw, check, sums)
+        raw, answer_id, prompt, completion, cut_off = _any_answer(row, raw, check, sums)
     key, name, said = row.key, dumps(answer_id), dumps(row.custom_id)
     head = HEAD % (key, row.number, prompt, completion, key, said, name)
-    return head, raw, prompt, completion
+    return head, raw, prompt, completion, cut_off
 
 
 def _any_answer(
     row: Row, raw: bytes, check: Check | None, sums: tuple[int, int] | None
-) -> tuple[bytes, Any, int, int]:
-    """The body on one line, its id and its tokens. Raises NotAnAnswer, InvalidOutput."""
+) -> tuple[bytes, Any, int, int, bool]:
+    """The body on one line, its id, its tokens, whether it was cut off. Raises NotAnAnswer, InvalidOutput."""
     try:
         body = loads(raw)
         items = body[ITEM_FIELDS[row.url]]
@@ -104,6 +108,7 @@ def _any_answer(
         if unfinished := _unfinished(row.url, body):
             raise NotAnAnswer(f"the server cut the answer short ({unfinished})")
         prompt, completion = sums or tokens_of(body)
+        cut_off = is_cut_off(body)
     except orjson.JSONDecodeError as error:
         raise NotAnAnswer(f"the answer is not JSON: {error}") from None
     except NOT_READABLE:
@@ -115,8 +120,8 @@ def _any_answer(
     except TypeError as error:  # it is read to a greater depth than it is written
         raise NotAnAnswer(f"the answer cannot be written down: {error}") from None
     if check is not None and (wrong := check_output(body, check)) is not None:
-        raise InvalidOutput(_cut_off(row, body) or wrong)
-    return raw, body.get("id"), prompt, completion
+        raise InvalidOutput(_limit(row) if cut_off else wrong)
+    return raw, body.get("id"), prompt, completion, cut_off
 
 
 def tokens_of(body: dict[str, Any]) -> tuple[int, int]:
@@ -161,15 +166,28 @@ def _ends(body: dict[str, Any]) -> set[Any]:
     return {end for end in ends if isinstance(end, str)}
 
 
-def _cut_off(row: Row, body: dict[str, Any]) -> str | None:
-    """What ended an answer before it was whole; None where the model ended it."""
-    if not _ends(body) & {"length", "max_output_tokens"}:
-        return None
+def is_cut_off(body: dict[str, Any]) -> bool:
+    """Whether a limit of tokens ended an answer, and not the model."""
+    return not _ends(body).isdisjoint(CUT_OFF)
+
+
+def _limit(row: Row) -> str:
+    """What cut the answer to a row off."""
     asked = loads(row.body)
     for name in LIMITS:
         if asked.get(name) is not None:
             return f"the answer was cut off at {name}={asked[name]}; raise it"
     return "the answer was cut off at the server's limit; set max_tokens, or raise max_model_len"
+
+
+def was_cut_off(line: bytes) -> bool:
+    """Whether the answer in a line of the results was."""
+    try:
+        return any(mark in line for mark in CUT_OFF_MARKS) and is_cut_off(
+            value_of(line)["response"]["body"]
+        )
+    except (ValueError, *NOT_READABLE):
+        return False
 
 
 def still_keeps(line: bytes, check: Check) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -125,10 +126,10 @@ def _listed(names: Iterable[str]) -> str:
 
 def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath) -> None:
     seen: list[tuple[str, Any]] = []
-    for name, text in (
-        ("output_path", spec.output_path),
-        ("errors_path", results.errors_path(spec)),
-        ("the manifest of output_path", results.manifest_path(spec)),
+    for name, text, is_ours in (
+        ("output_path", spec.output_path, None),
+        ("errors_path", results.errors_path(spec), results.holds_error_rows),
+        ("the manifest of output_path", results.manifest_path(spec), results.is_manifest),
     ):
         if text is None:
             continue
@@ -141,27 +142,28 @@ def _check_output(spec: BatchSpec, sources: tuple[Source, ...], to_path: ToPath)
             if str(path) == str(known) or _same(path, known):
                 raise InvalidPrompts(f"{name} and {other} are one file, {text}; name another file")
         seen.append((name, path))
-        if not is_local(path):
-            continue
-        if len(os.fsencode(path.name)) > LONGEST_NAME:
-            raise InvalidPrompts(f"{name} {text}: the file name is too long; use a shorter one")
-        if path.is_dir():
-            raise InvalidPrompts(f"{name} {text} is a directory; name a file in it")
-        folder = results.target_of(path).parent
-        if not folder.is_dir():
-            raise InvalidPrompts(
-                f"{name} {text}: the directory {folder} does not exist; create it first"
-            )
-        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-            raise InvalidPrompts(f"{name} {text}: no permission to write in {folder}")
-    for (name, path), is_ours in zip(
-        seen[1:], (results.holds_error_rows, results.is_manifest), strict=False
-    ):
-        if not is_ours(path):
+        if is_local(path):
+            _check_place(name, text, path)
+        if is_ours is not None and not is_ours(path):
             raise InvalidPrompts(
                 f"{name}: {path} exists and no batch has written it; it would be lost; move it, "
                 "or name another file"
             )
+
+
+def _check_place(name: str, text: str, path: Path) -> None:
+    """Whether a local file can be written there."""
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise InvalidPrompts(f"{name} {text}: the file name is too long; use a shorter one")
+    if path.is_dir():
+        raise InvalidPrompts(f"{name} {text} is a directory; name a file in it")
+    folder = results.target_of(path).parent
+    if not folder.is_dir():
+        raise InvalidPrompts(
+            f"{name} {text}: the directory {folder} does not exist; create it first"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise InvalidPrompts(f"{name} {text}: no permission to write in {folder}")
 
 
 def _has_rows(text: str, to_path: ToPath) -> bool:

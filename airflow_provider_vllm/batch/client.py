@@ -40,6 +40,9 @@ UNLIMITED = 1 << 20
 SPARE_FILES = 100
 FILES_OF_A_REQUEST = 8  # its connection, and what libcurl wakes itself with
 TIMED_OUT = pycurl.E_OPERATION_TIMEDOUT
+TOO_LARGE = pycurl.E_FILESIZE_EXCEEDED
+MOST_ANSWER = 1 << 28  # bytes: one that has no end would take the memory of all
+HIDDEN = b"***"
 MISCONFIGURED = frozenset(
     {
         pycurl.E_URL_MALFORMAT,
@@ -83,6 +86,7 @@ class Client:
     def __init__(self, endpoint: Endpoint, timeout: float, connections: int = 64) -> None:
         self._base = endpoint.base_url.rstrip("/")
         self._endpoint = endpoint
+        self._key = (endpoint.api_key or "").encode()
         self._timeout_ms = max(1, int(timeout * 1000))
         self._connections, self._made = connections, 0
         self._multi = self._new_multi()
@@ -170,6 +174,8 @@ class Client:
                 good.append((transfer.tag, body))
             else:
                 after = float(curl.getinfo(pycurl.RETRY_AFTER) or 0)
+                if self._key:  # which a bad server or a proxy may name
+                    body = body.replace(self._key, HIDDEN)
                 others.append(Reply(transfer.tag, status, body, 0, "", after))
             free(transfer)
         for curl, number, message in failed:
@@ -182,6 +188,8 @@ class Client:
                 number = pycurl.E_COULDNT_CONNECT
             elif number in REFUSED and curl.getinfo(pycurl.REQUEST_SIZE):
                 number = pycurl.E_GOT_NOTHING
+            elif number == TOO_LARGE:
+                message = f"the answer has more than {MOST_ANSWER >> 20} MiB"
             others.append(Reply(transfer.tag, 0, b"", number, message, 0.0))
             free(transfer)
 
@@ -256,6 +264,7 @@ def new_handle(endpoint: Endpoint, timeout_ms: int) -> Any:
     curl.setopt(pycurl.CONNECTTIMEOUT_MS, int(min(CONNECT_TIMEOUT * 1000, timeout_ms)))
     curl.setopt(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_1_1)
     curl.setopt(pycurl.TCP_KEEPALIVE, 1)
+    curl.setopt(pycurl.MAXFILESIZE_LARGE, MOST_ANSWER)
     if urlsplit(endpoint.base_url).hostname in LOOPBACK:
         curl.setopt(pycurl.PROXY, "")
     if (bundle := _ca_bundle()) is not None:

@@ -160,6 +160,13 @@ class Job:
         manifest = self._manifest(sender, watch, errors_at)
         answers, errors = self._write(stats.done, manifest)
         self._log.info("Done: %s", manifest.summary())
+        if manifest.cut_off:
+            self._log.warning(
+                "%d of %d answers were cut off by a limit of tokens (finish_reason length); raise max_tokens or, where "
+                "none was asked for, the server's max_model_len",
+                manifest.cut_off,
+                manifest.ok,
+            )
         for advice in manifest.advice:
             self._log.info("For the next batch: %s", advice["text"])
         if stats.errors:
@@ -175,12 +182,12 @@ class Job:
         """The results, last of all, so that where they are, everything is."""
         spec, journal, to_path = self._spec, self._journal, self._to_path
         if spec.output_path is None:
+            self._remove_stale_errors(manifest)
             return results.read_answers(journal, rows)
 
         def before() -> None:
             self._check_unchanged()
-            if not manifest.errors:
-                results.remove_stale(results.errors_path(spec), to_path)
+            self._remove_stale_errors(manifest)
             self._write_manifest(manifest)
 
         if spec.form == "columns":
@@ -188,6 +195,10 @@ class Job:
         else:
             results.write_lines(spec, journal, rows, to_path, before)
         return None, None
+
+    def _remove_stale_errors(self, manifest: Manifest) -> None:
+        if not manifest.errors:
+            results.remove_stale(results.errors_path(self._spec), self._to_path)
 
     def _check_unchanged(self) -> None:
         """Raises BatchFailed where the input is not the one that was counted: the results would lack rows of it."""
@@ -215,6 +226,7 @@ class Job:
             outcomes=dict(sorted(stats.outcomes.items())),
             reused=stats.reused,
             changed=left.changed + left.outdated,
+            cut_off=stats.cut_off,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
             total_prompt_tokens=stats.prompt_tokens + stats.reused_prompt_tokens,

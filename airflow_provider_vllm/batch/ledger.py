@@ -17,6 +17,7 @@ from airflow_provider_vllm.batch.answers import (
     bad_row_line,
     error_line,
     still_keeps,
+    was_cut_off,
 )
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
@@ -55,10 +56,10 @@ class Ledger:
         """
         wrong: list[tuple[Row, bytes, NotAnAnswer | InvalidOutput]] = []
         stats, check, add = self._stats, self._check, self._add
-        good = prompts = completions = 0
+        good = prompts = completions = cut = 0
         for row, raw in replies:
             try:
-                start, body, prompt, completion = answer(row, raw, check, sums)
+                start, body, prompt, completion, cut_off = answer(row, raw, check, sums)
             except (NotAnAnswer, InvalidOutput) as error:
                 wrong.append((row, raw, error))
             else:
@@ -66,11 +67,13 @@ class Ledger:
                 good += 1
                 prompts += prompt
                 completions += completion
+                cut += cut_off
             sums = sums and (0, 0)
         stats.done += good
         stats.ok += good
         stats.prompt_tokens += prompts
         stats.completion_tokens += completions
+        stats.cut_off += cut
         return wrong
 
     def is_still_good(self, position: int) -> bool:
@@ -90,6 +93,7 @@ class Ledger:
         self._journal.claim(row.number, position)
         prompt, completion = self._earlier().tokens(position)
         stats = self._stats
+        stats.cut_off += was_cut_off(self._earlier().line(position))
         stats.reused += 1
         stats.done += 1
         stats.ok += 1

@@ -16,7 +16,8 @@ class Manifest:
     """How a batch ended.
 
     Seconds, speeds and tokens are of this try, up to the writing of the results, total tokens of all answers;
-    `reused` rows were answered by earlier tries, `changed` were and ran again. Speeds are over `sending_seconds`.
+    `reused` rows were answered by earlier tries, `changed` were and ran again, `cut_off` were answered up to a limit of
+    tokens. Speeds are over `sending_seconds`.
     `answered_by` counts the rows of this try by the server that answered: more than one entry where a restart brought
     another model or other options.
     """
@@ -25,6 +26,7 @@ class Manifest:
     outcomes: dict[str, int]
     reused: int
     changed: int
+    cut_off: int
     prompt_tokens: int
     completion_tokens: int
     total_prompt_tokens: int

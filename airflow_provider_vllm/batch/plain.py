@@ -1,4 +1,4 @@
-"""The body of a reply in, its id and tokens out, where it is a plain answer: most are, and cost half as much this way.
+"""The body of a reply in, what is noted of it out, if it is a plain answer: most are, and cost half as much this way.
 
 Invariant: what is found here is what the general reading (`answers.answer`) finds; anything else is left to that.
 """
@@ -54,15 +54,18 @@ DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
 }
 
 
-def plain_answer(url: str, raw: bytes) -> tuple[str | None, int, int] | None:
-    """Id, prompt and completion tokens of an answer on one line; None for what is not plain."""
+def plain_answer(url: str, raw: bytes) -> tuple[str | None, int, int, bool] | None:
+    """Id, prompt and completion tokens of an answer on one line, whether it is cut off; None for what is not plain."""
     decoder = DECODERS.get(url)
     if decoder is None or raw.find(b"\n") >= 0:
         return None
     try:
         if not raw.isascii():
             raw.decode()  # what the decoder skips, it does not look at
-        answer: Answer = decoder.decode(raw)
+        answer: ChatAnswer | TextAnswer = decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return answer.id, answer.usage.prompt_tokens, answer.usage.completion_tokens
+    usage, cut_off = answer.usage, False
+    for choice in answer.choices:
+        cut_off = cut_off or choice.finish_reason == "length"
+    return answer.id, usage.prompt_tokens, usage.completion_tokens, cut_off

@@ -44,9 +44,11 @@ def head(
 
 
 def custom_id_of(line: bytes) -> bytes:
-    """The custom id in the JSON of a good record, as JSON; see `answers.HEAD`."""
-    start = line.find(ID_MARK) + len(ID_MARK)
-    return line[start : line.find(RESPONSE_MARK, start)]
+    """The custom id in the JSON of a good record, as JSON; see `answers.HEAD`. Empty for any other line."""
+    mark = line.find(ID_MARK)
+    start = mark + len(ID_MARK)
+    end = line.find(RESPONSE_MARK, start)
+    return line[start:end] if mark >= 0 and end >= 0 else b""
 
 
 def value_of(line: bytes) -> Any:

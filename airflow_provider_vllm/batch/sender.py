@@ -321,8 +321,7 @@ class Sender(threading.Thread):
         kind, message = self._kind(reply), server_message(reply)
         if kind is Kind.REJECTED:
             self._failed_in_a_row = 0
-            code, status = f"http_{reply.status}", reply.status
-            self._ledger.failed(row, "rejected", code, message, status=status, body=reply.body)
+            self._reject(row, reply, message)
         elif kind is Kind.FATAL:
             self._failure = self._failure or fatal(reply, message)
         elif kind is Kind.BUSY:
@@ -331,6 +330,13 @@ class Sender(threading.Thread):
             self._again(row, message, code="timeout")
         else:
             self._doubt(row, reply)
+
+    def _reject(self, row: Row, reply: Reply, message: str) -> None:
+        if reply.error:
+            self._ledger.failed(row, "rejected", "answer_too_large", message)
+            return
+        code, status = f"http_{reply.status}", reply.status
+        self._ledger.failed(row, "rejected", code, message, status=status, body=reply.body)
 
     def _kind(self, reply: Reply) -> Kind:
         """503 is the word of a dying server and of a busy one; of one that was healthy just now, it is the latter."""

@@ -29,6 +29,7 @@ class Stats:
     ok: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     reused: int = 0
+    cut_off: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     reused_prompt_tokens: int = 0

@@ -15,6 +15,7 @@ from airflow_provider_vllm.batch.answers import (
     answer,
     check_output,
     error_line,
+    was_cut_off,
 )
 from airflow_provider_vllm.batch.api import (
     CHAT,
@@ -42,7 +43,7 @@ def row(url: str = CHAT) -> Row:
 
 def test_a_good_one() -> None:
     raw = json.dumps(GOOD, indent=1).encode()
-    head, body, prompt, completion = answer(row(), raw)
+    head, body, prompt, completion, _ = answer(row(), raw)
     assert (prompt, completion) == (3, 4)
     record = head + body + TAIL
     assert record.count(b"\n") == 1
@@ -78,6 +79,8 @@ ONE = GOOD["choices"]
         (CHAT, {"choices": [{"message": {"role": "assistant"}}]}, True),
         (CHAT, {"choices": [{"message": {"content": "Zürich 日本 \x7f \"", "x": {"y": [1e9, -1]}}}]}, True),
         (COMPLETIONS, {**TEXT, "usage": {"prompt_tokens": 7, "completion_tokens": 0}}, True),
+        (CHAT, {"choices": [*ONE, {"message": {"content": "a"}, "finish_reason": "length"}]}, True),
+        (COMPLETIONS, {"choices": [{"text": "a", "finish_reason": "length"}]}, True),
         (COMPLETIONS, TEXT, False),  # what follows is read the general way
         (CHAT, {"choices": ONE, "usage": {"prompt_tokens": None, "completion_tokens": 3}}, False),
         (CHAT, {"choices": ONE, "usage": {"prompt_tokens": True, "completion_tokens": 3}}, False),
@@ -126,7 +129,7 @@ def test_every_url_knows_its_list(url: str) -> None:
 )
 def test_strange_usage_is_counted_as_none(usage: object) -> None:
     raw = json.dumps({**GOOD, "usage": usage}).encode()
-    _, _, prompt, completion = answer(row(), raw)
+    _, _, prompt, completion, _ = answer(row(), raw)
     assert (prompt, completion) == (0, 0)
 
 
@@ -153,6 +156,25 @@ def test_an_answer_that_was_cut_off_says_so(
     sent = Row(0, "a", url, json.dumps(asked).encode(), b"0123456789abcdef")
     with pytest.raises(InvalidOutput, match=why):
         answer(sent, json.dumps(said).encode(), lambda text: "not whole")
+
+
+@pytest.mark.parametrize(
+    ("url", "said", "cut"),
+    [(CHAT, CUT, True), (RESPONSES, CUT_RESPONSE, True), (CHAT, GOOD, False), (COMPLETIONS, TEXT, False)],
+)  # fmt: skip
+def test_a_cut_off_answer_is_known_when_it_comes_and_later(
+    url: str, said: dict[str, object], cut: bool
+) -> None:
+    head, body, *_, cut_off = answer(row(url), json.dumps(said).encode())
+    assert cut_off is cut
+    assert was_cut_off((head + body + TAIL).split(b" ", 5)[5]) is cut
+
+
+def test_a_text_about_length_is_not_cut_off() -> None:
+    said = {"choices": [{"message": {"content": 'say "length", or {"finish_reason":"length"}'}}]}
+    head, body, *_, cut_off = answer(row(), json.dumps(said).encode())
+    assert not cut_off
+    assert not was_cut_off((head + body + TAIL).split(b" ", 5)[5])
 
 
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/score", "/classify", "/pooling"])

@@ -170,3 +170,47 @@ def test_two_batches_do_not_share_an_errors_file(link: ForeignLink, tmp_path: Pa
     with pytest.raises(InvalidPrompts, match="holds the error rows of another batch"):
         run_batch(other, link, journal_dir=f"{other.output_path}.journal", log=LOG)
     assert len(read_rows(tmp_path / "errors.jsonl")) == 1
+
+
+def test_the_errors_of_a_list_of_prompts_take_no_file_of_somebody_else(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "report.csv"
+    theirs.write_text("precious,1\n")
+    spec = BatchSpec(prompts=["[[status 400]]"], errors_path=str(theirs), max_error_rate=1)
+    with pytest.raises(InvalidPrompts, match="no batch has written it"):
+        run(spec, link, tmp_path)
+    assert theirs.read_text() == "precious,1\n"
+
+
+def test_the_errors_of_yesterday_do_not_stay_beside_a_list_that_has_none(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    errors = tmp_path / "errors.jsonl"
+    for day, prompts in enumerate((["a", "[[status 400]]"], ["a", "b"])):
+        spec = BatchSpec(prompts=prompts, errors_path=str(errors), max_error_rate=1)
+        run_batch(spec, link, journal_dir=str(tmp_path / f"journal-{day}"), log=LOG)
+        assert errors.exists() is (day == 0)
+
+
+@pytest.mark.parametrize("pack", [1, 4])
+@pytest.mark.parametrize("name", [None, "out.jsonl", "out.csv"])
+def test_answers_that_were_cut_off_are_counted(
+    link: ForeignLink,
+    tmp_path: Path,
+    pack: int,
+    name: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They look as good as any other where only the text is kept. In every try: answers of earlier ones, too."""
+    spec = BatchSpec(
+        prompts=["a", "[[cut half a]]", "[[cut half a]] b", "c", "d"],
+        output_path=name and str(tmp_path / name),
+        pack=pack,
+    )
+    for _ in range(2):
+        manifest = run(spec, link, tmp_path).manifest
+        assert (manifest.ok, manifest.cut_off) == (5, 2)
+        assert "2 of 5 answers were cut off by a limit of tokens" in caplog.text
+        caplog.clear()
+    assert manifest.reused == 5

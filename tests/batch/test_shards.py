@@ -298,3 +298,32 @@ def test_merging_again(link: ForeignLink, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"belongs to another input \(.*shard-0000"):
         merge(elsewhere, str(target))
     assert merge(manifests[:2], str(target))["shards"] == 2  # split anew into fewer
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("what", ["output", "errors"])
+def test_a_shard_that_lost_rows_after_its_batch_is_not_merged(
+    link: ForeignLink, tmp_path: Path, suffix: str, what: str
+) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "[[status 400]]"}] * 4
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, suffix)
+    changed = Path(manifests[1][f"{what}_path"])
+    if what == "errors":
+        changed.write_bytes(b"")
+    elif suffix == ".parquet":
+        parquet.write_table(parquet.read_table(changed).slice(0, 1), changed)
+    else:
+        changed.write_text(changed.read_text().splitlines(True)[0])
+    with pytest.raises(InvalidInput, match=f"{changed.name} has [01] rows, and by its manifest"):
+        merge(manifests, str(tmp_path / f"merged{suffix}"))
+    assert not (tmp_path / f"merged{suffix}").exists()
+
+
+def test_custom_ids_that_two_shards_have_are_told_of(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [batch_row("a", "one"), batch_row("b", "two"), batch_row("a", "three")]
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 3, ".jsonl")
+    merge(manifests, str(tmp_path / "merged.jsonl"))
+    assert '1 rows have the custom_id of an earlier shard\'s row, the first "a"' in caplog.text
+    assert [row["custom_id"] for row in read_rows(tmp_path / "merged.jsonl")] == ["a", "b", "a"]

@@ -2,7 +2,8 @@
 
 `build_app(behaviour)` gives an aiohttp app. What goes wrong is said by the `Behaviour`, for all requests, or by a
 directive in a prompt, for one: `[[status 500]]` always, `[[once 503]]` the first time, `[[slow 2]]` seconds,
-`[[garbage]]`, `[[reset]]` (connection closed), `[[hang]]`, `[[die]]` (calls `behaviour.on_die`), `[[say TEXT]]`.
+`[[garbage]]`, `[[reset]]` (connection closed), `[[hang]]`, `[[die]]` (calls `behaviour.on_die`), `[[say TEXT]]`,
+`[[cut TEXT]]` (says it, and that a limit ended it).
 Invariant: an answer depends on its prompt and parameters only, so two runs give equal bytes.
 
     python tests/fakes/endpoint.py [PORT]      prints the port; `latency` etc. as KEY=VALUE
@@ -199,7 +200,7 @@ async def _generate(
     behaviour.tokens += 8
     if name == "garbage":
         raise web.HTTPOk(text="<html>not what you asked</html>")
-    if name == "say":
+    if name in ("say", "cut"):
         return rest
     shared = {
         key: value
@@ -238,6 +239,10 @@ def _usage(texts: list[str]) -> dict[str, int]:
         "completion_tokens": 8 * len(texts),
         "total_tokens": words + 8 * len(texts),
     }
+
+
+def _end(prompt: str) -> str:
+    return "length" if "[[cut " in prompt else "stop"
 
 
 def _flat(messages: Any) -> str:
@@ -281,7 +286,11 @@ def _chat_response(
     behaviour: Behaviour, body: dict[str, Any], prompts: list[str], texts: list[str]
 ) -> web.Response:
     choices = [
-        {"index": index, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": _end(prompts[index]),
+        }
         for index, text in enumerate(texts)
     ]
     return _answer("chat.completion", behaviour, body, prompts, {"choices": choices})
@@ -298,7 +307,8 @@ async def _completion(
     )
     texts = await _all(request, behaviour, prompts, body)
     choices = [
-        {"index": index, "text": text, "finish_reason": "stop"} for index, text in enumerate(texts)
+        {"index": index, "text": text, "finish_reason": _end(prompts[index])}
+        for index, text in enumerate(texts)
     ]
     return _answer("text_completion", behaviour, body, prompts, {"choices": choices})
 
