@@ -208,7 +208,8 @@ def check_journal(
         by = f" of {meta.owner}" if meta.owner else ""
         raise InvalidPrompts(
             f"output_path {spec.output_path} belongs to another input ({of}{by}), as {journal.name}/meta.json says; "
-            "name another file, for example with {{ ds_nodash }} or the map index in it, or delete both"
+            "name another file, for example with {{ ds_nodash }} or the map index in it, or delete the "
+            "output and that folder"
         )
     return meta
 

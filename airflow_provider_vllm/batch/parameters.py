@@ -89,8 +89,8 @@ class Spelling:
         self._seen: set[tuple[str, ...]] = set()
         self._said: set[str] = set()
 
-    def look(self, url: str, body: Iterable[str]) -> None:
-        """Say once what is wrong with each of these fields."""
+    def look(self, url: str, body: Iterable[str], row: int) -> None:
+        """Say once what is wrong with each of these fields; `row` counts from 0."""
         fields = (url, *body)
         if fields in self._seen or len(self._seen) >= MOST_SETS:
             return
@@ -98,20 +98,29 @@ class Spelling:
         for name in fields[1:]:
             if name not in KNOWN[url] and name not in self._said:
                 self._said.add(name)
-                self._say(url, name)
+                self._say(url, name, row + 1)
 
-    def _say(self, url: str, name: str) -> None:
+    def _say(self, url: str, name: str, row: int) -> None:
         if name == "extra_body":
             self._log.warning(
-                "extra_body is a word of the openai client and is ignored by servers; put its fields beside it"
+                "Row %d, as the first: extra_body is a word of the openai client and is ignored by servers; "
+                "put its fields beside it",
+                row,
             )
         elif (meant := nearest(url, name)) is not None:
             self._log.warning(
-                "%s has no field %r, which servers ignore; %r was meant, perhaps", url, name, meant
+                "Row %d, as the first: %s has no field %r, which servers ignore; %r was meant, perhaps",
+                row,
+                url,
+                name,
+                meant,
             )
         else:
             self._log.info(
-                "%s has no field %r known here; vLLM ignores what it does not know", url, name
+                "Row %d, as the first: %s has no field %r known here; vLLM ignores what it does not know",
+                row,
+                url,
+                name,
             )
 
 

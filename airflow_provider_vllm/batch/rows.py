@@ -194,7 +194,7 @@ class RowMaker:
         if len(sent) > self._limit:
             raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
         if self._spelling is not None:
-            self._spelling.look(url, body)
+            self._spelling.look(url, body, number)
         self.url = url
         mark = blake2b(identity + self._marks[url] + sent, digest_size=8)
         row = Row(number, custom_id, url, sent, hexlify(mark.digest()))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.common.compat.sdk import RetryDecision, RetryPolicy
+from airflow.providers.common.compat.sdk import RetryAction, RetryDecision, RetryPolicy
 
 from airflow_provider_vllm.exceptions import DownloadFailed, InvalidInput, server_failure
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 MAX_REASON = 500
+OWN = "the task's own retries and retry_delay"
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class VllmRetryPolicy(RetryPolicy):
         context: Context | None = None,
     ) -> RetryDecision:
         decision = self._decide(exception, try_number)
-        log.info("VllmRetryPolicy: %s (%s)", decision.action.value, decision.reason or "no reason")
+        log.info("VllmRetryPolicy: %s (%s)", decision.action.value, decision.reason or OWN)
+        if decision.action is not RetryAction.FAIL and lasting_error(exception) is not None:
+            log.info("The next try will meet the same; fail_fast=True would fail at once")
         return decision
 
     def _decide(self, exception: BaseException, try_number: int) -> RetryDecision:

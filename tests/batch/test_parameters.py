@@ -81,8 +81,8 @@ def test_once_in_a_batch(
     assert [level for level, _ in said] == ["WARNING", "WARNING", "WARNING", "INFO", "WARNING"]
     for (_, text), names in zip(
         said,
-        [("max_token'", "max_tokens"), ("temprature", "temperature"), ("top_pp", "top_p"),
-         ("my_own", "ignores"), ("extra_body", "beside it")],
+        [("Row 1,", "max_token'", "max_tokens"), ("Row 1,", "temprature", "temperature"),
+         ("Row 6,", "top_pp", "top_p"), ("Row 6,", "my_own", "ignores"), ("Row 12,", "extra_body", "beside it")],
         strict=True,
     ):  # fmt: skip
         assert all(name in text for name in names), text
@@ -100,7 +100,7 @@ def test_right_names_say_nothing(
 def test_fields_with_random_names_take_no_memory() -> None:
     spelling = Spelling(LOG)
     for index in range(MOST_SETS + 500):
-        spelling.look(CHAT, {f"field-{index}": 1})
+        spelling.look(CHAT, {f"field-{index}": 1}, index)
     assert len(spelling._seen) == MOST_SETS
 
 

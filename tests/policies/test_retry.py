@@ -47,6 +47,18 @@ def test_an_error_without_a_diagnosis_is_left_to_airflow() -> None:
     assert decide(ValueError("x"), fail_fast=True).action == RetryAction.DEFAULT
 
 
+@pytest.mark.parametrize(
+    ("error", "hint"), [(InvalidPrompts("no such file"), True), (ValueError("x"), False)]
+)
+def test_the_log_says_what_a_retry_will_meet(
+    error: Exception, hint: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    decide(error)
+    assert "default (the task's own retries and retry_delay)" in caplog.text
+    assert ("fail_fast=True would fail at once" in caplog.text) is hint
+
+
 def test_the_reason_is_the_diagnosis() -> None:
     decision = decide(StartFailed("x", diagnosis=diagnosis()))
     assert decision.action == RetryAction.RETRY
