@@ -46,11 +46,14 @@ class Venv:
     def building(self, *asked: object) -> Iterator[None]:
         """Around the installs: makes the environment where needed, stamps it at the end."""
         stamp = self._read_stamp()
-        self._stamp.unlink(missing_ok=True)
         same_place = {key: stamp.get(key) for key in self._identity()} == self._identity()
+        fits = same_place and self._runs()
+        if not fits and self.path.is_symlink():  # what it leads to is another's, and would be emptied
+            self.path.unlink()
+        self._stamp.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_text("")
-        if not (same_place and self._runs()):
+        if not fits:
             self._run([sys.executable, "-m", "venv", "--clear", str(self.path)], None)
         yield
         part = self._stamp.with_suffix(".part")

@@ -50,6 +50,19 @@ def test_one_whose_interpreter_is_gone_is_made_again(venv: Venv) -> None:
     assert venv.holds("one")
 
 
+def test_what_a_link_leads_to_is_left_alone(venv: Venv, tmp_path: Path) -> None:
+    """An environment of another checkout: to make this one's there would empty it."""
+    other = Venv(tmp_path / "other", tmp_path / "logs")
+    with other.building("one"):
+        pass
+    venv.path.symlink_to(other.path)
+    assert not venv.holds("one")
+    with venv.building("one"):
+        pass
+    assert venv.holds("one") and not venv.path.is_symlink()
+    assert other.holds("one")
+
+
 def test_a_failure_says_what_pip_said_and_where_the_log_is(venv: Venv) -> None:
     with pytest.raises(InstallFailed) as failed, venv.building("none"):
         venv.install(["--no-index", "no-such-package-anywhere"], Note())
