@@ -48,7 +48,9 @@ class Venv:
         stamp = self._read_stamp()
         same_place = {key: stamp.get(key) for key in self._identity()} == self._identity()
         fits = same_place and self._runs()
-        if not fits and self.path.is_symlink():  # what it leads to is another's, and would be emptied
+        if (
+            not fits and self.path.is_symlink()
+        ):  # what it leads to is another's, and would be emptied
             self.path.unlink()
         self._stamp.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """An output schema in, a check of answer texts out.
 
 Invariants: a schema that can check nothing is refused when the check is made, before any server is started; a check
-raises nothing, whatever the answer is.
+raises nothing, and ends within seconds, whatever the answer is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from airflow_provider_vllm.batch.answers import Check
 from airflow_provider_vllm.batch.spec import schema_of
 from airflow_provider_vllm.exceptions import InvalidInput
 
+PATTERN_S = 1.0  # of one pattern on one text: some take longer than the universe, and `re` cannot be interrupted
 REFERENCES = ("$ref", "$dynamicRef")
 # Keywords whose value has schemas under names of the user's own, and those whose value is no schema.
 NAMED = (
@@ -82,6 +83,7 @@ def _validator(schema: Any) -> Any:
     try:
         kind = validators.validator_for(schema)
         kind.check_schema(schema)
+        kind = validators.extend(kind, {"pattern": _pattern})
         validator = kind(schema, registry=Registry())  # nothing is fetched
         references = list(_references(schema, ()))
     except SchemaError as error:
@@ -100,6 +102,22 @@ def _validator(schema: Any) -> Any:
                 "under $defs"
             ) from error
     return validator
+
+
+def _pattern(validator: Any, pattern: str, text: Any, schema: Any) -> Iterator[Any]:
+    """The keyword `pattern`, as jsonschema has it, but with an end."""
+    import regex  # type: ignore[import-untyped]
+    from jsonschema import ValidationError
+
+    if not isinstance(text, str):
+        return
+    try:
+        if not regex.search(pattern, text, timeout=PATTERN_S):
+            yield ValidationError(f"{text!r} does not match {pattern!r}")
+    except TimeoutError:
+        yield ValidationError(
+            f"the pattern {pattern!r} finds no end on {text[:50]!r}...: write it without repetitions of repetitions"
+        )
 
 
 def _references(schema: Any, ids: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:

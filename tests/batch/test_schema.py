@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,20 @@ def test_an_answer_that_a_check_stumbles_over_is_an_invalid_output(
     (row,) = read_rows(Path(str(manifest.errors_path)))
     assert row["response"]["body"]["choices"][0]["message"]["content"] == bad
     assert row["error"]["message"].startswith("output_schema could not be checked: ")
+
+
+def test_a_pattern_that_finds_no_end_costs_its_row_a_second(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    """Each more a makes it half as slow again. In the task's process nothing could interrupt it."""
+    schema = {"type": "object", "properties": {"a": {"pattern": "^(a|aa)+$"}}}
+    prompts = [f'[[say {{"a": "{text}"}}]]' for text in ("aa", "ab", "a" * 60 + "!", "aaaa")]
+    began = time.monotonic()
+    spec = BatchSpec(prompts=prompts, output_schema=schema, max_error_rate=1)
+    result = run(spec, link, tmp_path)
+    assert time.monotonic() - began < 10
+    assert result.manifest.outcomes == {"invalid_output": 2, "ok": 2}
+    assert result.errors is not None
+    assert [error["row"] for error in result.errors] == [1, 2]
+    assert "'ab' does not match '^(a|aa)+$'" in result.errors[0]["message"]
+    assert "'^(a|aa)+$' finds no end" in result.errors[1]["message"]
