@@ -30,8 +30,9 @@ from airflow_provider_vllm.batch.answers import (
 from airflow_provider_vllm.batch.client import Client, Reply, most_connections
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import Vitals
-from airflow_provider_vllm.batch.journal import PROVEN, Earlier, Journal
+from airflow_provider_vllm.batch.journal import Earlier, Journal
 from airflow_provider_vllm.batch.ledger import Ledger
+from airflow_provider_vllm.batch.losses import Losses
 from airflow_provider_vllm.batch.refusals import Refusals, pause
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.rows import RowMaker
@@ -47,7 +48,7 @@ from airflow_provider_vllm.batch.signals import (
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import backoff
-from airflow_provider_vllm.batch.waiting import SKIPS_PER_TURN, SUSPECT_DEATHS, Waiting
+from airflow_provider_vllm.batch.waiting import SKIPS_PER_TURN, Waiting
 from airflow_provider_vllm.exceptions import BatchFailed
 
 POLL = 0.05
@@ -100,6 +101,7 @@ class Sender(threading.Thread):
         self._ledger = Ledger(spec, journal, self.stats, total, check)
         self._maker = maker
         self._waiting = Waiting(records, maker, self._ledger, self.stats, earlier)
+        self._losses = Losses(self._waiting, self._ledger, self.stats)
         self._refusals = Refusals(0.0)
         self._client: Client | None = None
         self._doubtful: list[tuple[Row, Reply]] = []
@@ -109,7 +111,6 @@ class Sender(threading.Thread):
         self._paused_at = 0.0
         self._filled = 0.0
         self._healthy_until = 0.0
-        self._answered_at_blame = -1  # rows that were, when last a row was to blame for a loss
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
 
@@ -456,47 +457,9 @@ class Sender(threading.Thread):
         self._client.close()
         self._client = None
         self.stats.in_flight = 0
-        by_row = self._is_by_row(hit)
-        for row in hit:
-            self._bereave(row, reason)
+        by_row = self._losses.happened(hit, reason)
         self._ledger.flush()
         if self._waiting:
             self.events.put(NeedServer(reason, tuple(hit), by_row))
         else:
             self._stopped = True
-
-    def _is_by_row(self, hit: list[Row]) -> bool:
-        """Whether a row that was alone is to blame: not where nothing was answered since the last such loss."""
-        if not hit or hit[0] is not self._waiting.alone:
-            return False
-        before, self._answered_at_blame = self._answered_at_blame, self.stats.ok
-        return before != self.stats.ok
-
-    def _bereave(self, row: Row, reason: str) -> None:
-        """One more server was lost with this row in flight."""
-        row.deaths += 1
-        self._ledger.lost(row)
-        if row is self._waiting.alone:
-            self._end_suspect(row, reason)
-        elif row.deaths >= SUSPECT_DEATHS:
-            self._waiting.suspect(row)
-        else:
-            self.stats.retries += 1
-            self._waiting.put_back(row)
-
-    def _end_suspect(self, row: Row, reason: str) -> None:
-        """It took the server down alone. Where it had in an earlier try, others that had are believed to do it, too."""
-        if row.deaths <= PROVEN:
-            text = f"the server was lost {row.deaths} times with this row in flight, at last alone: {reason}"
-            self._blame(row, text)
-            return
-        again = "the server was lost with this row alone in flight, in an earlier try and now again"
-        self._blame(row, f"{again}: {reason}")
-        for other in self._waiting.take_deadly():
-            text = "the server was lost in an earlier try with this row alone in flight; it was not sent again, since "
-            self._blame(
-                other, f"{text}{row.custom_id}, of the same kind, took the server down again"
-            )
-
-    def _blame(self, row: Row, text: str) -> None:
-        self._ledger.failed(row, "suspect", "suspect", text)
