@@ -267,7 +267,7 @@ class Sender(threading.Thread):
 
     def _settle(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         stats, alone = self.stats, good
-        held, refused, ok = stats.in_flight, stats.refused, stats.ok
+        held, refused = stats.in_flight, stats.refused
         if good:
             self._failed_in_a_row = 0
             if self._may_pack:
@@ -279,7 +279,7 @@ class Sender(threading.Thread):
             stats.in_flight -= len(alone)
             for row, body, error in self._ledger.answered(alone):
                 self._settle_wrong(row, body, error)
-            self._refusals.answered(stats.ok - ok)
+            self._refusals.answered(held - stats.in_flight)
         for reply in others:
             if type(reply.tag) is list:
                 stats.in_flight -= len(reply.tag)
