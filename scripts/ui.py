@@ -36,7 +36,9 @@ def main(home: Path = HOME) -> int:
     progress = Progress(2)
     try:
         port = int(os.environ.get("PORT") or 0)
-        stack = example_airflow(home, [ROOT / "dags"], progress, port=port, settings=SETTINGS)
+        stack = example_airflow(
+            home, [ROOT / "dags"], progress, port=port, settings=SETTINGS, environ=hub()
+        )
     except StackFailed as error:
         print(error, file=sys.stderr)
         return 1
@@ -59,6 +61,11 @@ def main(home: Path = HOME) -> int:
         for line in stack.stop():
             progress.say(f"ended a process that a task had started: {line}")
         progress.say("ended")
+
+
+def hub() -> dict[str, str]:
+    """A DAG of one's own may name a model of the hub, whatever the examples serve."""
+    return {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
 
 
 def greeting(stack: AirflowStack, home: Path) -> str:
