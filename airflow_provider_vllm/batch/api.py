@@ -101,10 +101,10 @@ PROBES: dict[str, dict[str, Any]] = {
 
 def url_of(asked: str) -> str | None:
     """The URL that a row's `url` means, or None. `vllm run-batch` looks at the end alone for two of them."""
-    for end, url in (("/score", SCORE), ("/rerank", RERANK)):
-        if asked.endswith(end):
-            return url
-    return PATHS.get(asked)
+    if (known := PATHS.get(asked)) is not None:
+        return known
+    ends = (("/score", SCORE), ("/rerank", RERANK))
+    return next((url for end, url in ends if asked.endswith(end)), None)
 
 
 # Why a choice ended before the model was done, with status 200 all the same: a server that is told to stop, sleep or

@@ -5,32 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from airflow_provider_vllm.batch.spec import suffix_of
 
 PROMPTS = "prompts"  # the name of a list as a source
 
 
-class Row:
+class Row(msgspec.Struct, eq=False):
     """One request. `key` is 16 hex digits; `source` and `line` are where it stands, from 1.
 
     `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at;
-    `params` and `prompt` are set where it may be packed.
+    `params` and `prompt` are set where it may be packed. A Struct, since one is made for every row of the input.
     """
 
-    attempts = 0
-    deaths = 0
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+    key: bytes
+    source: str = PROMPTS
+    line: int = 0
+    attempts: int = 0
+    deaths: int = 0
     busy_since: float | None = None
     params: bytes | None = None
     prompt: Any = None
-    source = PROMPTS
-    line = 0
-
-    def __init__(self, number: int, custom_id: str, url: str, body: bytes, key: bytes) -> None:
-        self.number = number
-        self.custom_id = custom_id
-        self.url = url
-        self.body = body
-        self.key = key
 
 
 @dataclass(frozen=True)

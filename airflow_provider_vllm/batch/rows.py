@@ -126,7 +126,7 @@ class RowMaker:
         except UnicodeEncodeError:
             raise RowError("invalid_custom_id", "custom_id is not UTF-8", "custom_id") from None
         self._named = True
-        if self._is_default(custom_id) or not self._seen.add(hash(custom_id)):
+        if (self._unnamed and self._is_default(custom_id)) or not self._seen.add(hash(custom_id)):
             raise RowError(
                 "duplicate_custom_id", f"custom_id {custom_id!r} is an earlier row's", "custom_id"
             )
@@ -134,7 +134,7 @@ class RowMaker:
 
     def _is_default(self, custom_id: str) -> bool:
         """Whether an earlier row without a name has it as its default id."""
-        if not self._unnamed or not custom_id.startswith("row-"):
+        if not custom_id.startswith("row-"):
             return False
         tail = custom_id[len("row-") :]
         if not tail.isdecimal() or len(tail) > 18:
