@@ -129,15 +129,28 @@ class BatchError(VllmError):
 
 
 class BatchFailed(BatchError):
-    """Too many rows failed, or the engine failed for good; `manifest` holds the counts."""
+    """Too many rows failed, or the engine failed for good; `manifest` holds the counts.
 
-    def __init__(self, message: str, *, manifest: dict | None = None) -> None:
+    `errors` are the error rows of a list of prompts, of which no file is written.
+    """
+
+    def __init__(
+        self, message: str, *, manifest: dict | None = None, errors: list | None = None
+    ) -> None:
         super().__init__(message)
         self.manifest = manifest
+        self.errors = errors
 
 
 class TooManyErrors(BatchFailed):
     """More rows failed than `max_error_rate` or `max_errors` allows."""
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the next try will meet the same: every failed row was wrong in itself, or refused as wrong."""
+        outcomes = (self.manifest or {}).get("outcomes", {})
+        failed = {name for name, count in outcomes.items() if count} - {"ok"}
+        return bool(failed) and failed <= {"invalid_input", "rejected"}
 
 
 class UnsendableRows(TooManyErrors, InvalidInput):

@@ -57,7 +57,13 @@ class NotAnAnswer(Exception):
 
 
 class InvalidOutput(Exception):
-    """An answer that breaks the output schema."""
+    """An answer that breaks the output schema; its tokens were generated all the same."""
+
+    def __init__(
+        self, message: str, prompt_tokens: int, completion_tokens: int, cut_off: bool
+    ) -> None:
+        super().__init__(message)
+        self.counts = (prompt_tokens, completion_tokens, cut_off)
 
 
 def classify(reply: Reply) -> Kind:
@@ -120,7 +126,7 @@ def _any_answer(
     except TypeError as error:  # it is read to a greater depth than it is written
         raise NotAnAnswer(f"the answer cannot be written down: {error}") from None
     if check is not None and (wrong := check_output(body, check)) is not None:
-        raise InvalidOutput(_limit(row) if cut_off else wrong)
+        raise InvalidOutput(_limit(row) if cut_off else wrong, prompt, completion, cut_off)
     return raw, body.get("id"), prompt, completion, cut_off
 
 

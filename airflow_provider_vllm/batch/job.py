@@ -29,7 +29,7 @@ from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records, size_of
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import MEND, reason_to_fail, told
+from airflow_provider_vllm.batch.verdict import ALL_ALIKE, MEND, reason_to_fail, told
 from airflow_provider_vllm.batch.watch import Watch
 from airflow_provider_vllm.exceptions import BatchFailed, JournalFailed, TooManyErrors
 
@@ -162,10 +162,10 @@ class Job:
         self._log.info("Done: %s", manifest.summary())
         if manifest.cut_off:
             self._log.warning(
-                "%d of %d answers were cut off by a limit of tokens (finish_reason length); raise max_tokens or, where "
-                "none was asked for, the server's max_model_len",
+                "%d answers were cut off by a limit of tokens (finish_reason length), the first: %s; raise max_tokens "
+                "or, where none was asked for, the server's max_model_len",
                 manifest.cut_off,
-                manifest.ok,
+                ", ".join(stats.first_cut_off),
             )
         for advice in manifest.advice:
             self._log.info("For the next batch: %s", advice["text"])
@@ -260,9 +260,13 @@ class Job:
         manifest = self._manifest(sender, watch, self._errors_at, complete=False)
         parts = told(str(error), sender.stats.reasons, self._errors_at)
         if isinstance(error, TooManyErrors):
-            parts.append(MEND)
+            alike = not sender.stats.ok and sender.stats.reasons.are_one
+            parts.append(ALL_ALIKE if alike else MEND)
         if not isinstance(error, JournalFailed):
             parts.append(
                 f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"
             )
-        return type(error)("; ".join(parts), manifest=manifest.to_json())
+        errors = None
+        if self._spec.output_path is None and isinstance(error, TooManyErrors):
+            errors = results.read_errors(self._journal, sender.stats.read)
+        return type(error)("; ".join(parts), manifest=manifest.to_json(), errors=errors)

@@ -56,24 +56,28 @@ class Ledger:
         """
         wrong: list[tuple[Row, bytes, NotAnAnswer | InvalidOutput]] = []
         stats, check, add = self._stats, self._check, self._add
-        good = prompts = completions = cut = 0
+        good = prompts = completions = 0
         for row, raw in replies:
             try:
                 start, body, prompt, completion, cut_off = answer(row, raw, check, sums)
-            except (NotAnAnswer, InvalidOutput) as error:
+            except NotAnAnswer as error:
                 wrong.append((row, raw, error))
+                continue  # a pack's sum goes to the first answer
+            except InvalidOutput as error:
+                wrong.append((row, raw, error))
+                prompt, completion, cut_off = error.counts
             else:
                 add(row.number, True, start, body, TAIL)
                 good += 1
-                prompts += prompt
-                completions += completion
-                cut += cut_off
+            prompts += prompt
+            completions += completion
+            if cut_off:
+                stats.was_cut_off(row)
             sums = sums and (0, 0)
         stats.done += good
         stats.ok += good
         stats.prompt_tokens += prompts
         stats.completion_tokens += completions
-        stats.cut_off += cut
         return wrong
 
     def is_still_good(self, position: int) -> bool:
@@ -93,7 +97,8 @@ class Ledger:
         self._journal.claim(row.number, position)
         prompt, completion = self._earlier().tokens(position)
         stats = self._stats
-        stats.cut_off += was_cut_off(self._earlier().line(position))
+        if was_cut_off(self._earlier().line(position)):
+            stats.was_cut_off(row)
         stats.reused += 1
         stats.done += 1
         stats.ok += 1

@@ -17,7 +17,7 @@ class Manifest:
 
     Seconds, speeds and tokens are of this try, up to the writing of the results, total tokens of all answers;
     `reused` rows were answered by earlier tries, `changed` were and ran again, `cut_off` were answered up to a limit of
-    tokens. Speeds are over `sending_seconds`.
+    tokens, well or not. Speeds are over `sending_seconds`.
     `answered_by` counts the rows of this try by the server that answered: more than one entry where a restart brought
     another model or other options.
     """

@@ -80,6 +80,14 @@ def merge(
     else:
         results.remove_stale(place, to_path)
     _join(list(map(_output, manifests)), output_path, to_path, write_manifest)
+    for name, what in (
+        ("errors", "rows failed"),
+        ("cut_off", "answers were cut off by a limit of tokens"),
+    ):
+        if whole[name]:
+            log.warning(
+                "%d of %d %s; the shards' own logs name the first", whole[name], whole["rows"], what
+            )
     return whole
 
 

@@ -7,7 +7,9 @@ vLLM takes any field and drops those that it does not know. Names are those of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from airflow_provider_vllm import names
 from airflow_provider_vllm.batch.api import (
@@ -20,6 +22,7 @@ from airflow_provider_vllm.batch.api import (
     RESPONSES,
     SCORE,
 )
+from airflow_provider_vllm.exceptions import InvalidInput
 
 EVERY = "cache_salt model priority request_id user "
 GENERATE = EVERY + (
@@ -78,7 +81,48 @@ ELSEWHERE = {
     "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",),
 }
+# What every server refuses in every row, where all rows are given it: the least, and the most.
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0, math.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (-1, math.inf),
+    "n": (1, math.inf),
+    "max_tokens": (0, math.inf),
+    "max_completion_tokens": (0, math.inf),
+    "max_output_tokens": (0, math.inf),
+    "min_tokens": (0, math.inf),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, math.inf),
+}
 MOST_SETS = 1000  # of different fields that are looked at: a body may have fields named at random
+
+
+def check_values(params: Mapping[str, Any]) -> None:
+    """Raises InvalidInput for a parameter of all rows that is no number, or one that no server takes."""
+    for name, (least, most) in NUMBERS.items():
+        value = params.get(name)
+        if value is None:
+            continue
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)  # servers take text, too
+        except (TypeError, ValueError):
+            number = math.nan
+        if not least <= number <= most:
+            up_to = f" to {most:g}" if most < math.inf else ""
+            raise InvalidInput(
+                f"{name} is {value!r} for every row; use a number from {least:g}{up_to}"
+            )
+
+
+def check_names(url: str, params: Iterable[str]) -> None:
+    """Raises InvalidInput for a parameter of all rows that vLLM would ignore, where another was meant."""
+    for name in params:
+        if name not in KNOWN[url] and (meant := names.nearest(name, KNOWN[url])) is not None:
+            raise InvalidInput(
+                f"{url} has no parameter {name!r}, which vLLM would ignore without a word; did you mean {meant!r}?"
+            )
 
 
 class Spelling:

@@ -214,11 +214,29 @@ def read_answers(journal: Journal, rows: int) -> tuple[list[Any], list[dict[str,
             answers.append(answer_of(line["response"]["body"]))
         else:
             answers.append(None)
-            error = {"row": record.row, "custom_id": line["custom_id"], **line["error"]}
-            if (text := raw_text(record.outcome, line)) is not None:
-                error["text"] = text
-            errors.append(error)
+            errors.append(_error_of(record, line))
     return answers, errors
+
+
+def read_errors(journal: Journal, rows: int) -> list[dict[str, Any]]:
+    """The error rows alone, where not every row has ended."""
+    found, reader = [], journal.reader()
+    try:
+        for row in range(rows):
+            position, good = journal.position(row) or (0, True)
+            if not good:
+                record = reader.record(position)._replace(row=row)
+                found.append(_error_of(record, value_of(record.line)))
+    finally:
+        reader.close()
+    return found
+
+
+def _error_of(record: Record, line: dict[str, Any]) -> dict[str, Any]:
+    error = {"row": record.row, "custom_id": line["custom_id"], **line["error"]}
+    if (text := raw_text(record.outcome, line)) is not None:
+        error["text"] = text
+    return error
 
 
 def raw_text(outcome: str, line: dict[str, Any]) -> Any:

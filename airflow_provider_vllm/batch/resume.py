@@ -162,7 +162,7 @@ def _changes(meta: Meta | None, now: Meta) -> tuple[str, ...]:
         f"{what} changed"
         for what, changed in (
             ("the input", meta.input != now.input),
-            ("the model or the parameters", meta.fingerprint != now.fingerprint),
+            ("the model, the template or the parameters", meta.fingerprint != now.fingerprint),
         )
         if changed
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
-from airflow_provider_vllm.batch.row import Row
-from airflow_provider_vllm.batch.verdict import Reasons
+from airflow_provider_vllm.batch.row import Row, place_of
+from airflow_provider_vllm.batch.verdict import SAMPLES, Reasons
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,13 @@ class Stats:
     pack: int = 1
     reasons: Reasons = field(default_factory=Reasons)
     servers: list[Server] = field(default_factory=list)
+    first_cut_off: list[str] = field(default_factory=list)
+
+    def was_cut_off(self, row: Row) -> None:
+        """A limit of tokens ended the answer to this row."""
+        self.cut_off += 1
+        if len(self.first_cut_off) < SAMPLES:
+            self.first_cut_off.append(f"{row.custom_id} ({place_of(row)})")
 
     @property
     def errors(self) -> int:

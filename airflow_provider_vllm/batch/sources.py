@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +116,19 @@ def _expand(text: str, to_path: ToPath, written: set[str]) -> list[Any]:
     if written:
         hits = [hit for hit in hits if not _is_of(written, hit)]
     if not hits:
-        raise InvalidPrompts(f"input_path {text}: no file matches")
+        raise InvalidPrompts(f"input_path {text}: no file matches{_where(base)}")
     return hits
+
+
+def _where(path: Any) -> str:
+    """For a message: who looked, and what to do about it."""
+    if not is_local(path):
+        return "; correct the path, or write the file first"
+    folder = next((str(each) for each in (path, *path.parents) if each.is_dir()), "/")
+    return (
+        f" on the worker {socket.gethostname()}, where {folder} is there; correct the path, or write the file first, "
+        "on a disk that this worker has"
+    )
 
 
 def _exists(path: Any) -> bool:
@@ -152,7 +164,7 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
         gz = start.startswith(GZIP)  # the name may say otherwise
         source = Source(name, path, kind, gz, _unpacked(start) if gz else start)
     except FileNotFoundError:
-        raise InvalidPrompts(f"input_path {name} does not exist") from None
+        raise InvalidPrompts(f"input_path {name} does not exist{_where(path)}") from None
     except InvalidPrompts:
         raise
     except Exception as error:  # object stores have errors of their own

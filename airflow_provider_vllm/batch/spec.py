@@ -17,6 +17,7 @@ from typing import Any, Literal
 import orjson
 
 from airflow_provider_vllm.batch.api import ALIASES, CHAT, GENERATING, NAMES, RESPONSES
+from airflow_provider_vllm.batch.parameters import check_values
 from airflow_provider_vllm.batch.values import is_empty, is_utf8
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 from airflow_provider_vllm.names import type_of
@@ -97,6 +98,7 @@ class BatchSpec:
         set_ = object.__setattr__
         set_(self, "endpoint", _endpoint(self.endpoint))
         set_(self, "params", _params(self.params))
+        check_values(self.params)
         set_(self, "input_path", _paths(self.input_path))
         set_(self, "param_columns", _names("param_columns", self.param_columns))
         set_(self, "extra_roles", _names("extra_roles", self.extra_roles))

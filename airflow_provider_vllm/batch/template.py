@@ -53,6 +53,14 @@ class Template:
         return tuple(name for _, name, _, _ in self._parts if name is not None)
 
     def fill(self, columns: dict[str, Any]) -> str:
+        """Raises RowError for a column that is missing or null, and where all are empty: there is nothing to ask."""
+        values = [columns.get(name) for name in self.names]
+        if all(isinstance(value, str) and not value for value in values):
+            raise RowError(
+                "invalid_prompt",
+                f"{', '.join(self.names)} of prompt_template is empty",
+                self.names[0],
+            )
         out = []
         for literal, name, conversion, spec in self._parts:
             out.append(literal)

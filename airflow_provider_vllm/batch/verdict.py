@@ -9,6 +9,10 @@ from airflow_provider_vllm.batch.row import BadRow, Row, place_of
 EARLY_ROWS = 50
 SAMPLES = 5  # failed rows that a message names
 MEND = "correct them, or allow more with max_error_rate or max_errors"
+ALL_ALIKE = (
+    "no row was answered, and all failed in one way: look first at what they share (sampling, batch, the model), and "
+    "then at the rows"
+)
 
 
 def reason_to_fail(
@@ -53,6 +57,11 @@ class Reasons:
         known = self._samples.setdefault(code, [])
         if len(known) < SAMPLES:
             known.append(sample(row, message))
+
+    @property
+    def are_one(self) -> bool:
+        """Whether all have one code."""
+        return len(self._counts) == 1
 
     def __str__(self) -> str:
         """The most frequent first, each with a row at least; empty where there are none."""

@@ -156,6 +156,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
             publish(exc, context, self.log)
             if isinstance(exc, BatchFailed) and exc.manifest:
                 context["ti"].xcom_push(key="manifest", value=exc.manifest)
+            if isinstance(exc, BatchFailed) and exc.errors:
+                context["ti"].xcom_push(key="errors", value=exc.errors)
             raise
         finally:
             link.close()

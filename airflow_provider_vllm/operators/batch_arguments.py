@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from airflow_provider_vllm.batch.parameters import check_names
 from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 from airflow_provider_vllm.names import nearest, type_of
@@ -72,7 +73,10 @@ def build(arguments: Mapping[str, Any]) -> BatchSpec:
     fields = {**given, **batch, "params": params}
     for name in ("input_path", "output_path", "errors_path"):
         fields[name] = path_text(fields.get(name))
-    return BatchSpec(**fields)
+    spec = BatchSpec(**fields)
+    if arguments.get("vllm_conn_id") is None:  # else the server may be another than vLLM
+        check_names(spec.endpoint, spec.params)
+    return spec
 
 
 def check(arguments: Mapping[str, Any], literals: Literals, *, complete: bool) -> None:

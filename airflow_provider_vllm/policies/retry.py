@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import RetryAction, RetryDecision, RetryPolicy
 
-from airflow_provider_vllm.exceptions import DownloadFailed, InvalidInput, server_failure
+from airflow_provider_vllm.exceptions import (
+    DownloadFailed,
+    InvalidInput,
+    TooManyErrors,
+    server_failure,
+)
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -42,8 +47,12 @@ class VllmRetryPolicy(RetryPolicy):
         context: Context | None = None,
     ) -> RetryDecision:
         decision = self._decide(exception, try_number)
-        log.info("VllmRetryPolicy: %s (%s)", decision.action.value, decision.reason or OWN)
-        if decision.action is not RetryAction.FAIL and lasting_error(exception) is not None:
+        if decision.action is RetryAction.FAIL or try_number <= max_tries:
+            log.info("VllmRetryPolicy: %s (%s)", decision.action.value, decision.reason or OWN)
+        else:
+            log.info("VllmRetryPolicy: this was the last try (%s)", decision.reason or OWN)
+            return decision
+        if decision.action is not RetryAction.FAIL and is_lasting(exception):
             log.info("The next try will meet the same; fail_fast=True would fail at once")
         return decision
 
@@ -56,7 +65,7 @@ class VllmRetryPolicy(RetryPolicy):
         reason = f"{cause}: {diagnosis.get('explanation', '')} Next step: {diagnosis.get('first_action', '')}"[
             :MAX_REASON
         ]
-        if self.fail_fast and diagnosis.get("retry", {}).get("launch") is False:
+        if self.fail_fast and no_launch_helps(diagnosis):
             return RetryDecision.fail(reason=reason)
         return RetryDecision.retry(delay=delay_for(diagnosis, try_number), reason=reason)
 
@@ -74,12 +83,26 @@ class VllmRetryPolicy(RetryPolicy):
         return cls(**data)
 
 
+def is_lasting(error: BaseException) -> bool:
+    """Whether the next try will meet the same."""
+    failure = server_failure(error)
+    if failure is not None and failure.diagnosis:
+        return no_launch_helps(failure.diagnosis)
+    return lasting_error(error) is not None
+
+
+def no_launch_helps(diagnosis: Mapping[str, Any]) -> bool:
+    return bool(diagnosis.get("retry", {}).get("launch") is False)
+
+
 def lasting_error(error: BaseException | None) -> BaseException | None:
     """What in this chain of errors will be there again at the next try; None where nothing is."""
     while error is not None:
         if isinstance(error, InvalidInput):
             return error
         if isinstance(error, DownloadFailed) and not error.transient:
+            return error
+        if isinstance(error, TooManyErrors) and error.is_lasting:
             return error
         error = error.__cause__
     return None

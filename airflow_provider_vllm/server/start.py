@@ -75,7 +75,9 @@ def start(
     attempt = 0
     while True:
         attempt += 1
-        report(f"starting {spec.served_model_name} (attempt {attempt} of {spec.start_attempts})")
+        report(
+            f"starting {spec.served_model_name} (launch {attempt} of {spec.start_attempts} in this try)"
+        )
         try:
             return start_once(spec, server_id, root, options, report=report, on_launch=on_launch)
         except StartFailed as exc:

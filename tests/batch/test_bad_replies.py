@@ -20,8 +20,8 @@ def test_the_key_in_a_refusal_is_hidden(
     server.behaviour.api_key = "s3cret"
     caplog.set_level("DEBUG")
     spec = BatchSpec(
-        prompts=["a", "b", "c", "d"],
-        params={"temperature": "s3cret"},  # which the refusal repeats
+        # The refusal repeats it.
+        prompts=[{"prompt": text, "params": {"temperature": "s3cret"}} for text in "abcd"],
         output_path=str(tmp_path / "out.jsonl"),
         max_error_rate=1,
         pack=pack,

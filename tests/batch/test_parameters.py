@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, NAMES, RESPONSES
-from airflow_provider_vllm.batch.parameters import KNOWN, MOST_SETS, Spelling, nearest
+from airflow_provider_vllm.batch.parameters import (
+    KNOWN,
+    MOST_SETS,
+    Spelling,
+    check_names,
+    nearest,
+)
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import InvalidInput
 from tests.batch.helpers import LOG, ForeignLink, batch_row, run
 
 # Prints the fields of vLLM's request classes by our names of the endpoints.
@@ -114,3 +121,42 @@ def test_the_names_are_those_of_vllm(vllm_python: Path) -> None:
     assert theirs.keys() == NAMES.keys()
     for name, fields in theirs.items():
         assert set(fields) - KNOWN[NAMES[name]] == set(), name
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": "hot"},
+        {"temperature": -3},
+        {"temperature": True},
+        {"top_p": 7},
+        {"max_tokens": "many"},
+        {"max_tokens": [8]},
+        {"n": 0},
+        {"presence_penalty": 3},
+    ],
+)
+def test_a_value_that_every_row_would_be_refused_for(params: dict[str, Any]) -> None:
+    (name,) = params
+    with pytest.raises(InvalidInput, match=f"{name} is .* for every row; use a number from"):
+        BatchSpec(prompts=["a"], params=params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0, "top_p": 1.0, "max_tokens": 8, "n": 2, "top_k": -1},
+        {"temperature": "0.5", "max_tokens": "8"},  # as a template renders them
+        {"temperature": None},
+    ],
+)
+def test_values_that_may_stand(params: dict[str, Any]) -> None:
+    assert BatchSpec(prompts=["a"], params=params).params == params
+
+
+def test_names_that_may_stand() -> None:
+    check_names(
+        CHAT, ["temperature", "top_k", "vllm_xargs", "something_else_entirely", "guided_json"]
+    )
+    with pytest.raises(InvalidInput, match=r"no parameter 'temprature'.*did you mean 'temperature'"):
+        check_names(CHAT, ["temprature"])

@@ -82,7 +82,9 @@ def test_changed_parameters_run_everything_anew(
     with caplog.at_level(logging.WARNING):
         result = run(spec(tmp_path, rows, **change), link, tmp_path)
     assert result.manifest.reused == 0
-    assert "changed and run again (the model or the parameters changed)" in caplog.text
+    assert (
+        "changed and run again (the model, the template or the parameters changed)" in caplog.text
+    )
 
 
 def test_another_model_under_the_same_name_runs_everything_anew(
@@ -93,11 +95,13 @@ def test_another_model_under_the_same_name_runs_everything_anew(
     run(spec(tmp_path, rows), link, tmp_path)
     assert run(spec(tmp_path, rows), link, tmp_path).manifest.reused == 6
     link.endpoint = replace(link.endpoint, fingerprint="two")
-    with pytest.raises(BatchFailed, match="the model or the parameters changed"):
+    with pytest.raises(BatchFailed, match="the model, the template or the parameters changed"):
         run(spec(tmp_path, rows, on_changed_input="fail"), link, tmp_path)
     with caplog.at_level(logging.WARNING):
         assert run(spec(tmp_path, rows), link, tmp_path).manifest.reused == 0
-    assert "changed and run again (the model or the parameters changed)" in caplog.text
+    assert (
+        "changed and run again (the model, the template or the parameters changed)" in caplog.text
+    )
 
 
 def test_the_output_of_another_input_is_not_overwritten(link: ForeignLink, tmp_path: Path) -> None:
@@ -358,7 +362,7 @@ def test_a_server_that_comes_up_otherwise_than_planned(
     with caplog.at_level(logging.INFO):
         assert run(strict, other, tmp_path).manifest.reused == 5
     assert "The server is not as planned" in caplog.text
-    with pytest.raises(BatchFailed, match="the model or the parameters changed"):
+    with pytest.raises(BatchFailed, match="the model, the template or the parameters changed"):
         run(strict.replace(params={"seed": 1}), other, tmp_path)
     assert run(strict, other, tmp_path).manifest.reused == 5
 

@@ -302,6 +302,25 @@ def test_too_many_errors_fail_the_batch_with_its_manifest(
     assert caught.value.manifest is not None
     assert caught.value.manifest["outcomes"] == {"ok": 8, "rejected": 2}
     assert caught.value.manifest["complete"] is False
+    assert [error["row"] for error in caught.value.errors or ()] == [0, 1], "which no file holds"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "alike"),
+    [
+        (["[[status 400]] a", "[[status 400]] b"], True),
+        (["[[status 400]] a", "[[status 422]] b"], False),
+        (["[[status 400]] a", "fine"], False),
+    ],
+)
+def test_rows_that_all_fail_alike_may_share_the_reason(
+    link: ForeignLink, tmp_path: Path, prompts: list[str], alike: bool
+) -> None:
+    with pytest.raises(TooManyErrors) as caught:
+        run(BatchSpec(prompts=prompts), link, tmp_path)
+    assert ("what they share (sampling, batch, the model)" in str(caught.value)) is alike
+    assert ("allow more with max_error_rate" in str(caught.value)) is not alike
+    assert caught.value.is_lasting
 
 
 def test_a_hopeless_batch_fails_early(

@@ -127,3 +127,17 @@ def test_a_pattern_that_finds_no_end_costs_its_row_a_second(
     assert [error["row"] for error in result.errors] == [1, 2]
     assert "'ab' does not match '^(a|aa)+$'" in result.errors[0]["message"]
     assert "'^(a|aa)+$' finds no end" in result.errors[1]["message"]
+
+
+@pytest.mark.parametrize("pack", [1, 4])
+def test_answers_that_break_the_schema_count_their_tokens_and_their_cuts(
+    link: ForeignLink, tmp_path: Path, pack: int
+) -> None:
+    """They were generated all the same; a pack's sum stands with its first answer, good or not."""
+    prompts = ["[[cut {]]", "[[say {}]]", "[[cut {]]", "[[say 5]]"]
+    spec = BatchSpec(prompts=prompts, output_schema={"type": "object"}, max_error_rate=1, pack=pack)
+    manifest = run(spec, link, tmp_path).manifest
+    assert manifest.outcomes == {"invalid_output": 3, "ok": 1}
+    assert manifest.completion_tokens == 4 * 8
+    assert manifest.prompt_tokens > 4
+    assert manifest.cut_off == 2

@@ -226,6 +226,13 @@ def test_braces_in_a_template_name_jinja_too() -> None:
             Template(text)
 
 
+def test_a_template_whose_columns_are_all_empty_asks_nothing() -> None:
+    template = Template("{title}: {text}")
+    assert template.fill({"title": "", "text": "a"}) == ": a"
+    with pytest.raises(RowError, match="title, text of prompt_template is empty"):
+        template.fill({"title": "", "text": ""})
+
+
 def test_templates() -> None:
     assert (
         Template("{a!r} {{}} {b} {c}").fill({"a": "x", "b": {"k": 1}, "c": 5})

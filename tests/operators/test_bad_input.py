@@ -291,3 +291,24 @@ def test_a_field_of_the_batch_that_does_not_exist() -> None:
 def test_sampling_that_is_no_mapping(root: StateRoot) -> None:
     with pytest.raises(InvalidInput, match="sampling is a list: give a dict"):
         batch(prompts=["x"], sampling=["temperature"])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"temprature": 0}, "no parameter 'temprature'.*did you mean 'temperature'"),
+        ({"max_new_tokens": 5}, "did you mean 'max_tokens'"),
+        ({"temperature": "hot"}, "temperature is 'hot' for every row"),
+        ({"top_p": 7}, "top_p is 7 for every row"),
+    ],
+)
+def test_sampling_that_every_row_would_suffer_from(sampling: dict[str, Any], said: str) -> None:
+    """The one would be ignored without a word, the other cost the start of a server."""
+    with pytest.raises(InvalidInput, match=said):
+        VllmBatchOperator(task_id="ask", spec=fake_spec(), prompts=["x"], sampling=sampling)
+
+
+def test_another_server_than_vllm_may_know_more_names() -> None:
+    VllmBatchOperator(
+        task_id="ask", vllm_conn_id="theirs", prompts=["x"], sampling={"temprature": 0}
+    )

@@ -106,6 +106,14 @@ def test_the_errors_of_a_list_are_in_xcom(root: StateRoot) -> None:
     assert "errors" not in fine["ti"].xcoms
 
 
+def test_the_errors_of_a_list_that_fails_are_in_xcom_too(root: StateRoot) -> None:
+    context = context_of()
+    with pytest.raises(BatchFailed):
+        ask(context, spec=fake_spec(), prompts=["[[status 400]]", "fine"])
+    (error,) = context["ti"].xcoms["errors"]
+    assert (error["row"], error["code"]) == (0, "http_400")
+
+
 def test_outlets_carry_the_manifest(root: StateRoot) -> None:
     from airflow.sdk import Asset
 

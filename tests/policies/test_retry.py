@@ -21,6 +21,7 @@ from airflow_provider_vllm.exceptions import (
     PreflightFailed,
     ServerLost,
     StartFailed,
+    TooManyErrors,
     UnsendableRows,
 )
 from airflow_provider_vllm.policies.retry import _DELAYS, MAX_REASON, delay_for
@@ -54,9 +55,42 @@ def test_the_log_says_what_a_retry_will_meet(
     error: Exception, hint: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    decide(error)
+    assert decide(error).action is RetryAction.DEFAULT
     assert "default (the task's own retries and retry_delay)" in caplog.text
     assert ("fail_fast=True would fail at once" in caplog.text) is hint
+
+
+def test_of_the_last_try_nothing_is_promised(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    decide(InvalidPrompts("no such file"), try_number=4)
+    assert "this was the last try" in caplog.text
+    assert "next try" not in caplog.text
+
+
+def test_a_diagnosis_that_no_launch_can_help_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    decide(StartFailed("x", diagnosis=diagnosis(launch=False)))
+    assert "The next try will meet the same" in caplog.text
+
+
+def rows_failed(**outcomes: int) -> TooManyErrors:
+    return TooManyErrors("too many rows failed", manifest={"outcomes": outcomes})
+
+
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        (rows_failed(ok=5, rejected=7, failed=0), True),
+        (rows_failed(invalid_input=1, rejected=7), True),
+        (rows_failed(rejected=7, failed=1), False),
+        (rows_failed(invalid_output=7), False),
+        (TooManyErrors("x"), False),
+    ],
+)
+def test_rows_that_are_wrong_in_themselves_fail_again(error: TooManyErrors, lasting: bool) -> None:
+    expected = RetryAction.FAIL if lasting else RetryAction.DEFAULT
+    assert decide(error, fail_fast=True).action is expected
+    assert decide(error).action is RetryAction.DEFAULT
 
 
 def test_the_reason_is_the_diagnosis() -> None:

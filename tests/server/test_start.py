@@ -30,7 +30,7 @@ def test_ready_means_our_server_answers_with_our_key(servers: Servers) -> None:
     running = servers.start(fake_spec())
     url = f"{running.state.base_url}/v1/models"
     assert (answer(url, running.key), answer(url, None)) == (200, 401)
-    assert "attempt 1 of 1" in servers.reports[0]
+    assert "launch 1 of 1" in servers.reports[0]
     assert any("ready" in line for line in servers.reports)
 
 
