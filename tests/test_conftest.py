@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from scripts.set_up import ROOT
+from tests import evidence
 
 GPU = """
 import pytest
@@ -63,3 +64,10 @@ def test_a_failure_shows_the_servers_of_that_test(tmp_path: Path) -> None:
     _, _, shown = done.stdout.partition("- servers -")
     assert ": ready, reason None" in shown
     assert "vllm.log: (EngineCore pid=" in shown
+
+
+def test_a_state_that_cannot_be_read_is_part_of_the_evidence(tmp_path: Path) -> None:
+    """An error there would end the whole run, and take every other result with it."""
+    odd = tmp_path / "servers" / "a" / "0001-b" / "state.json"
+    odd.mkdir(parents=True)
+    assert str(odd.parent) in evidence.of_servers(tmp_path, 0.0)
