@@ -158,5 +158,7 @@ def test_names_that_may_stand() -> None:
     check_names(
         CHAT, ["temperature", "top_k", "vllm_xargs", "something_else_entirely", "guided_json"]
     )
-    with pytest.raises(InvalidInput, match=r"no parameter 'temprature'.*did you mean 'temperature'"):
+    with pytest.raises(
+        InvalidInput, match=r"no parameter 'temprature'.*did you mean 'temperature'"
+    ):
         check_names(CHAT, ["temprature"])
