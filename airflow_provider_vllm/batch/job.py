@@ -240,7 +240,7 @@ class Job:
             server_restarts=watch.restarts,
             answered_by=stats.answered_by(),
             preemptions=stats.preemptions,
-            concurrency=stats.limit,
+            concurrency=sender.concurrency,
             pack=stats.pack,
             model=self._model,
             endpoint=spec.endpoint,

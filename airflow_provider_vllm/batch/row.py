@@ -15,7 +15,8 @@ PROMPTS = "prompts"  # the name of a list as a source
 class Row(msgspec.Struct, eq=False):
     """One request. `key` is 16 hex digits; `source` and `line` are where it stands, from 1.
 
-    `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at;
+    `attempts` counts its failed tries, `deaths` the losses of the server that it was in flight at, `refusals` those of
+    the server that began at `refused_since`, for which it `paused` so many seconds;
     `params` and `prompt` are set where it may be packed. A Struct, since one is made for every row of the input.
     """
 
@@ -28,7 +29,9 @@ class Row(msgspec.Struct, eq=False):
     line: int = 0
     attempts: int = 0
     deaths: int = 0
-    busy_since: float | None = None
+    refused_since: float = -1.0
+    refusals: int = 0
+    paused: float = 0.0
     params: bytes | None = None
     prompt: Any = None
 

@@ -102,12 +102,11 @@ class Sender(threading.Thread):
         self._maker = maker
         self._waiting = Waiting(records, maker, self._ledger, self.stats, earlier)
         self._losses = Losses(self._waiting, self._ledger, self.stats)
-        self._refusals = Refusals(0.0)
+        self._refusals, self._pressed_before = Refusals(0.0), 0
         self._client: Client | None = None
         self._doubtful: list[tuple[Row, Reply]] = []
         self._asked = self._paused = self._stopped = False
         self._failed_in_a_row = 0
-        self._held = 0  # rows that the server had when the doubt began
         self._paused_at = 0.0
         self._filled = 0.0
         self._healthy_until = 0.0
@@ -169,6 +168,7 @@ class Sender(threading.Thread):
 
     def _connect(self, endpoint: Endpoint) -> Client:
         self._ledger.begins(endpoint)
+        self._pressed_before = self._pressed
         self._refusals = Refusals(time.monotonic())
         return Client(endpoint, self._spec.request_timeout, min(self.stats.limit, 1024))
 
@@ -182,7 +182,17 @@ class Sender(threading.Thread):
     def _sample(self, now: float) -> tuning.Sample:
         stats, waiting = self.stats, self.vitals.waiting
         rows = stats.done - stats.reused
-        return tuning.Sample(now, rows, stats.refused, waiting, stats.preemptions)
+        return tuning.Sample(now, rows, self._pressed, waiting, stats.preemptions)
+
+    @property
+    def _pressed(self) -> int:
+        """Refusals that say something of the limit, by this server and those before."""
+        return self._pressed_before + self._refusals.pressed
+
+    @property
+    def concurrency(self) -> int:
+        """How many rows are sent at once at last."""
+        return int(min(self.stats.limit, self._refusals.size))
 
     def _use(self, setting: tuning.Setting) -> None:
         self.stats.limit, self.stats.pack = setting.limit, setting.pack
@@ -198,14 +208,14 @@ class Sender(threading.Thread):
         stats, waiting = self.stats, self._waiting
         waiting.wake(now)
         if stats.pack == 1 and waiting.only_new:
-            most = self._refusals.most(stats.limit, 0)
+            most = self._refusals.most(stats.limit, 0, now)
             if self._few_fit(most, now):
                 self._wait = self._filled + REFILL_S - now
                 return
             self._filled = now
             self._fill_with_new(client, most)
         # A row that was refused keeps its place while it pauses: else the next one would be refused there, and so on.
-        most = self._refusals.most(stats.limit, waiting.pausing)
+        most = self._refusals.most(stats.limit, waiting.pausing, now)
         while (room := most - stats.in_flight) > 0:
             if waiting.parcels:
                 self._send(client, waiting.parcels.popleft())
@@ -287,12 +297,12 @@ class Sender(threading.Thread):
             else:
                 stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply)
-        self._note_refusals(held, refused)
+        self._note_refusals(refused)
 
-    def _note_refusals(self, held: int, before: int) -> None:
-        """Where there are more than `before`: the server took the others of the `held` rows that it was asked."""
+    def _note_refusals(self, before: int) -> None:
+        """Where there are more than `before`."""
         if (new := self.stats.refused - before) > 0:
-            self._refusals.refused(held - new)
+            self._refusals.refused(new, self.stats.limit)
 
     def _settle_rest(self, client: Client) -> None:
         """At an end: what has come whole is kept, and the watch, which knows, is told of no trouble."""
@@ -322,6 +332,7 @@ class Sender(threading.Thread):
         kind, message = self._kind(reply), server_message(reply)
         if kind is Kind.REJECTED:
             self._failed_in_a_row = 0
+            self._refusals.works()
             self._reject(row, reply, message)
         elif kind is Kind.FATAL:
             self._failure = self._failure or fatal(reply, message)
@@ -389,7 +400,9 @@ class Sender(threading.Thread):
             status, body = reply.status, reply.body
             self._ledger.failed(row, "failed", "busy", text, status=status, body=body)
             return
-        self._later(row, pause(waited, reply.retry_after, jitter=random.random()), refused=True)
+        alone = not self.stats.in_flight
+        seconds = pause(row, reply.retry_after, alone=alone, jitter=random.random())
+        self._later(row, seconds, refused=True)
 
     def _later(self, row: Row, seconds: float, *, refused: bool = False) -> None:
         self.stats.retries += 1
@@ -397,8 +410,6 @@ class Sender(threading.Thread):
 
     def _doubt(self, row: Row, reply: Reply) -> None:
         """Keep a row aside until the watch knows whether the server is dead."""
-        if not self._doubtful:
-            self._held = self.stats.in_flight + 1
         self._doubtful.append((row, reply))
         self._failed_in_a_row += 1
         if not self._paused and (classify(reply) is Kind.UNSENT or self._failed_in_a_row >= 2):
@@ -416,7 +427,7 @@ class Sender(threading.Thread):
             doubtful, refused = self._resume(gap=gap), self.stats.refused
             for row, reply in doubtful:
                 self._try_again(row, reply)
-            self._note_refusals(self._held, refused)
+            self._note_refusals(refused)
         elif isinstance(command, Lost):
             self._give_up(command.reason)
         elif isinstance(command, Connect):

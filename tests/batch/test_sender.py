@@ -146,8 +146,8 @@ def test_patience_with_refusals_is_with_one_server(tmp_path: Path, restarted: bo
     assert isinstance(row, Row)
     refusal = Reply(row, 503, b"", 0, "", 0.0)
     sender._refused(row, "no room", refusal)
-    assert row.busy_since is not None and not sender.stats.failed
-    row.busy_since -= 601
+    assert row.refusals == 1 and not sender.stats.failed
+    row.paused = 601
     if restarted:
         sender._obey(Connect(Endpoint("http://127.0.0.1:1", "tiny")))
     sender._refused(row, "no room", refusal)
@@ -166,7 +166,7 @@ def test_where_every_row_is_refused_patience_is_with_the_server(
     first, second, other = sender._waiting.take_new(3, True)
     assert isinstance(first, Row) and isinstance(second, Row)
     sender._refused(first, "no room", Reply(first, 429, b"", 0, "", 0.0))
-    sender._refusals._since -= 601
+    sender._refusals._since = time.monotonic() - 601
     if answered:
         sender.stats.in_flight = 1
         sender._settle([(other, ANSWER)], [])
