@@ -135,7 +135,10 @@ def tokens_of(body: dict[str, Any]) -> tuple[int, int]:
     usage = body.get("usage")
     if not isinstance(usage, dict):
         return 0, 0
-    prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    prompt = (
+        usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    )  # the latter of /v1/responses
+    completion = usage.get("completion_tokens") or usage.get("output_tokens") or 0
     known = type(prompt) is int and type(completion) is int
     if not known or min(prompt, completion) < 0 or max(prompt, completion) > MOST_TOKENS:
         return 0, 0

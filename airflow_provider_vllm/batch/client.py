@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import ssl
@@ -86,7 +87,7 @@ class Client:
     def __init__(self, endpoint: Endpoint, timeout: float, connections: int = 64) -> None:
         self._base = endpoint.base_url.rstrip("/")
         self._endpoint = endpoint
-        self._key = (endpoint.api_key or "").encode()
+        self._secrets = _secrets(endpoint.api_key)
         self._timeout_ms = max(1, int(timeout * 1000))
         self._connections, self._made = connections, 0
         self._multi = self._new_multi()
@@ -174,8 +175,8 @@ class Client:
                 good.append((transfer.tag, body))
             else:
                 after = float(curl.getinfo(pycurl.RETRY_AFTER) or 0)
-                if self._key:  # which a bad server or a proxy may name
-                    body = body.replace(self._key, HIDDEN)
+                for secret in self._secrets:  # which a bad server or a proxy may name
+                    body = body.replace(secret, HIDDEN)
                 others.append(Reply(transfer.tag, status, body, 0, "", after))
             free(transfer)
         for curl, number, message in failed:
@@ -238,6 +239,16 @@ class Client:
             self._connections *= 2
             self._multi.setopt(pycurl.M_MAXCONNECTS, self._connections + 8)
         return Transfer(curl)
+
+
+def _secrets(key: str | None) -> tuple[bytes, ...]:
+    """The key as text and as JSON may have it."""
+    if not key:
+        return ()
+    forms = (key, *(json.dumps(key, ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
+    escaped = [form.replace("/", "\\/") for form in forms]
+    found = {form.encode("utf-8", "replace") for form in (*forms, *escaped)}
+    return tuple(sorted(found, key=len, reverse=True))
 
 
 def _fault(tag: Any, error: BaseException) -> Reply:

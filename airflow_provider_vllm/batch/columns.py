@@ -332,7 +332,9 @@ def _made_tables(
     pa: Any, spec: BatchSpec, sources: tuple[Source, ...], as_text: bool
 ) -> tuple[Any, Iterable[Any]]:
     types = {} if as_text else {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
-    kinds = _kinds(spec, sources)
+    kinds = _kinds(spec, sources) or {
+        "prompt": "str"
+    }  # no record could be read, and no table is without columns
     schema = pa.schema(
         [pa.field(name, types.get(kind, pa.string())) for name, kind in kinds.items()]
     )

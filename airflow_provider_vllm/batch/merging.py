@@ -36,6 +36,7 @@ from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 log = logging.getLogger(__name__)
 SHARD = re.compile(r"shard-\d{4,}(\.\d+)?\.(jsonl|txt|csv|parquet)")
 TABLES = (".csv", ".parquet")
+AGAIN = "clear that shard's task, which writes it again from its journal, and then this one"
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,17 @@ def merge(
         with results.replacing(whole["manifest_path"], to_path) as file:
             file.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2))
 
+    parts = list(map(_output, manifests))
+    _check_there([*errors, *parts], to_path)
     if errors_to:
-        _join(errors, errors_to, to_path)
+        with (
+            results.replacing(errors_to, to_path) as file,
+            results.compressed(file, results.is_gz(errors_to)) as out,
+        ):
+            _join_lines(errors, out, to_path)
     else:
         results.remove_stale(place, to_path)
-    _join(list(map(_output, manifests)), output_path, to_path, write_manifest)
+    _join(parts, output_path, to_path, write_manifest)
     for name, what in (
         ("errors", "rows failed"),
         ("cut_off", "answers were cut off by a limit of tokens"),
@@ -89,6 +96,12 @@ def merge(
                 "%d of %d %s; the shards' own logs name the first", whole[name], whole["rows"], what
             )
     return whole
+
+
+def _check_there(parts: list[Part], to_path: ToPath) -> None:
+    for part in parts:
+        if not to_path(part.path).exists():
+            raise InvalidInput(f"merge: {part.path} does not exist any more; {AGAIN}")
 
 
 def _output(manifest: Mapping[str, Any]) -> Part:
@@ -192,6 +205,11 @@ def _join_csv(parts: list[Part], out: Any, to_path: ToPath) -> None:
         places = [header.index(name) if name in header else None for name in names]
         count = 0
         for row in _csv_body(source):
+            if len(row) != len(header):
+                raise InvalidInput(
+                    f"merge: {part.path}, row {count + 1}: it has {len(row)} fields, the header {len(header)}: it was "
+                    f"changed after its batch; {AGAIN}"
+                )
             out.write(csv_line(["" if place is None else row[place] for place in places]))
             count += 1
         _check_count(part, count)
@@ -228,7 +246,7 @@ def _check_count(part: Part, count: int) -> None:
         expected = " or ".join(map(str, sorted(part.rows)))
         raise InvalidInput(
             f"merge: {part.path} has {count} rows, and by its manifest {expected}: it was changed after its batch; "
-            "clear that shard's task, which writes it again from its journal, and then this one"
+            f"{AGAIN}"
         )
 
 
@@ -254,7 +272,7 @@ def _summed(
         "rows", "reused", "changed", "cut_off", "prompt_tokens", "completion_tokens", "total_prompt_tokens",
         "total_completion_tokens", "retries", "server_losses", "server_restarts", "preemptions", "ok", "errors",
     ):  # fmt: skip
-        whole[name] = sum(manifest[name] for manifest in manifests)
+        whole[name] = sum(manifest.get(name, 0) for manifest in manifests)
     seconds = max(manifest["seconds"] for manifest in manifests)
     tokens = whole["prompt_tokens"] + whole["completion_tokens"]
     sent = whole["rows"] - whole["reused"]

@@ -256,7 +256,8 @@ def remove_stale(text: str | None, to_path: ToPath) -> None:
 def holds_error_rows(path: Any) -> bool:
     """Whether a file is missing, empty, or begins as the errors file of a batch does."""
     found = _first_json(path, lambda file: file.readline(1 << 24))
-    return found is None or (isinstance(found, dict) and {"custom_id", "error"} <= found.keys())
+    error = found.get("error") if isinstance(found, dict) and "custom_id" in found else None
+    return found is None or (isinstance(error, dict) and {"code", "message"} <= error.keys())
 
 
 def is_manifest(path: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def test_the_key_in_a_refusal_is_hidden(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"s3cret" in path.read_bytes() for path in files)
     assert "s3cret" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["plain", "sk/abc+123==", 'with "quotes" \\ and \u00fc'])
+def test_a_key_is_hidden_in_any_form_that_json_may_give_it(key: str) -> None:
+    text = f"no access with {key}!"
+    for ascii in (True, False):
+        written = json.dumps(text, ensure_ascii=ascii)
+        for form in (written, written.replace("/", "\\/")):
+            body = form.encode()
+            for secret in client._secrets(key):
+                body = body.replace(secret, client.HIDDEN)
+            assert json.loads(body) == "no access with ***!"
 
 
 @pytest.mark.parametrize("pack", [1, 4])

@@ -216,3 +216,43 @@ def test_answers_that_were_cut_off_are_counted(
         assert f"the first: {first}; raise max_tokens" in caplog.text
         caplog.clear()
     assert manifest.reused == 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": "x", "custom_id": "a", "response": {}, "error": null}',
+        '{"custom_id": 1, "error": "text of a user"}',
+    ],
+)
+def test_results_are_no_errors_file(link: ForeignLink, tmp_path: Path, line: str) -> None:
+    """A file of results, of any batch, has the fields of one."""
+    theirs = tmp_path / "answers.jsonl"
+    theirs.write_text(line + "\n")
+    spec = BatchSpec(prompts=["a"], errors_path=str(theirs))
+    with pytest.raises(InvalidPrompts, match="no batch has written it"):
+        run(spec, link, tmp_path)
+    assert theirs.read_text() == line + "\n"
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.csv", "out.jsonl"])
+def test_an_input_without_a_readable_record_has_an_output(
+    link: ForeignLink, tmp_path: Path, name: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("{broken\n[1, 2\n")
+    spec = BatchSpec(
+        input_path=str(source),
+        output_path=str(tmp_path / name),
+        output_format="columns",
+        max_error_rate=1,
+    )
+    assert run(spec, link, tmp_path).manifest.outcomes == {"invalid_input": 2, "ok": 0}
+    assert (tmp_path / name).stat().st_size > 0
+
+
+def test_tokens_of_responses_are_counted(link: ForeignLink, tmp_path: Path) -> None:
+    """They have names of their own there."""
+    manifest = run(BatchSpec(prompts=["a", "b"], endpoint="responses"), link, tmp_path).manifest
+    assert manifest.completion_tokens == 16
+    assert manifest.prompt_tokens > 0

@@ -134,7 +134,9 @@ def test_merge_and_an_errors_file_that_is_there(link: ForeignLink, tmp_path: Pat
     with pytest.raises(InvalidInput, match="no batch has written it"):
         merge(manifests, str(tmp_path / "merged.jsonl"))
     assert read_rows(errors) == [{"precious": 1}]
-    write_rows(errors, [{"custom_id": "row-1", "response": None, "error": {"code": "x"}}])
+    write_rows(
+        errors, [{"custom_id": "row-1", "response": None, "error": {"code": "x", "message": "y"}}]
+    )
     merge(manifests, str(tmp_path / "merged.jsonl"))
     assert not errors.exists()
 
@@ -327,3 +329,22 @@ def test_custom_ids_that_two_shards_have_are_told_of(
     merge(manifests, str(tmp_path / "merged.jsonl"))
     assert '1 rows have the custom_id of an earlier shard\'s row, the first "a"' in caplog.text
     assert [row["custom_id"] for row in read_rows(tmp_path / "merged.jsonl")] == ["a", "b", "a"]
+
+
+def test_a_shard_whose_file_is_gone_or_broken_is_named(link: ForeignLink, tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "[[status 400]]"}] * 4
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, ".csv")
+    second = Path(manifests[1]["output_path"])
+    second.write_text(second.read_text().replace(",", ";", 3))
+    with pytest.raises(InvalidInput, match=rf"{second.name}, row 1: it has \d fields, the header"):
+        merge(manifests, str(tmp_path / "merged.csv"))
+    second.unlink()
+    with pytest.raises(InvalidInput, match=rf"{second.name} does not exist any more; clear that"):
+        merge(manifests, str(tmp_path / "merged.csv"))
+
+
+def test_manifests_of_before_a_field_are_merged(link: ForeignLink, tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, ".jsonl")
+    del manifests[0]["cut_off"]
+    assert merge(manifests, str(tmp_path / "merged.jsonl"))["cut_off"] == 0

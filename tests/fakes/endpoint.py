@@ -373,7 +373,9 @@ async def _responses(
     output = [
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
     ]
-    return _answer("response", behaviour, body, [text], {"output": output})
+    counts = _usage([text])
+    usage = {"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]}
+    return _answer("response", behaviour, body, [text], {"output": output, "usage": usage})
 
 
 def _answer(
@@ -385,8 +387,8 @@ def _answer(
             "object": kind,
             "created": 1_700_000_000,
             "model": body.get("model", behaviour.models[0]),
-            **own,
             "usage": _usage(prompts),
+            **own,
         }
     )
 
