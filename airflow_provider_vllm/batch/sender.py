@@ -468,6 +468,7 @@ class Sender(threading.Thread):
         self._client.close()
         self._client = None
         self.stats.in_flight = 0
+        hit.sort(key=lambda row: row.number)  # in whatever order they failed
         by_row = self._losses.happened(hit, reason)
         self._ledger.flush()
         if self._waiting:
