@@ -85,7 +85,7 @@ def test_a_short_hiccup_is_soon_forgotten(
     began = time.monotonic()
     assert run(spec, link, tmp_path).manifest.outcomes == {"ok": 1280}
     timer.join()
-    assert time.monotonic() - began < 12  # 4 s without the hiccup
+    assert time.monotonic() - began < 15  # 4 s without the hiccup
 
 
 @pytest.mark.parametrize("pack", [1, 4])
