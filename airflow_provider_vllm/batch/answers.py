@@ -23,7 +23,7 @@ from airflow_provider_vllm.batch.api import (
     answers_of,
 )
 from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, TOO_LARGE, Reply
-from airflow_provider_vllm.batch.plain import plain_answer
+from airflow_provider_vllm.batch.plain_answers import plain_answer
 from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.exceptions import BatchFailed

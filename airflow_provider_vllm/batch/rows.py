@@ -31,6 +31,7 @@ from airflow_provider_vllm.batch.api import (
 from airflow_provider_vllm.batch.compact import IntSet
 from airflow_provider_vllm.batch.exact import loads
 from airflow_provider_vllm.batch.parameters import Spelling
+from airflow_provider_vllm.batch.plain_rows import plain_row
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.source import RecordError
 from airflow_provider_vllm.batch.sources import Record
@@ -158,6 +159,12 @@ class RowMaker:
     def _make(self, number: int, value: Any) -> Row:
         table = False
         if isinstance(value, bytes):
+            if not self._changes and (plain := plain_row(value)) is not None:
+                custom_id, url, sent = plain
+                row = self._sent(number, custom_id, url, sent, self._take(custom_id))
+                if self._pack:
+                    packing.prepare(row, loads(sent))
+                return row
             try:
                 value = loads(value)
             except orjson.JSONDecodeError as error:
@@ -191,16 +198,20 @@ class RowMaker:
             raise RowError("invalid_value", f"cannot be sent as JSON: {error}", "body") from None
         if self._may_be_infinite and b"null" in sent and not is_finite(body):
             raise RowError("invalid_value", "holds a number that is not finite", "body")
-        if len(sent) > self._limit:
-            raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
+        row = self._sent(number, custom_id, url, sent, identity)
         if self._spelling is not None:
             self._spelling.look(url, body, number)
-        self.url = url
-        mark = blake2b(identity + self._marks[url] + sent, digest_size=8)
-        row = Row(number, custom_id, url, sent, hexlify(mark.digest()))
         if self._pack:
             packing.prepare(row, body)
         return row
+
+    def _sent(self, number: int, custom_id: str, url: str, sent: bytes, identity: bytes) -> Row:
+        """The row of a request. Raises RowError where it is too long."""
+        if len(sent) > self._limit:
+            raise RowError("row_too_long", f"the request has {len(sent) / 1e6:.1f} MB", "body")
+        self.url = url
+        mark = blake2b(identity + self._marks[url] + sent, digest_size=8)
+        return Row(number, custom_id, url, sent, hexlify(mark.digest()))
 
     def _batch_row(self, number: int, value: dict[str, Any]) -> Row:
         """An OpenAI batch row; everything but `custom_id`, `url` and `body` is optional."""

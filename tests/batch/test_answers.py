@@ -26,7 +26,7 @@ from airflow_provider_vllm.batch.api import (
     answer_of,
 )
 from airflow_provider_vllm.batch.packing import split
-from airflow_provider_vllm.batch.plain import plain_answer
+from airflow_provider_vllm.batch.plain_answers import plain_answer
 from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.row import Row
 
