@@ -109,11 +109,16 @@ class Client:
                 curl.setopt(URL, (self._base + url).encode())
                 transfer.url = url
             curl.setopt(POSTFIELDS, body)
-            self._multi.add_handle(curl)
-            transfer.tag = tag
-            self._busy[curl] = transfer
         except FAULTS as error:
             self._unsent.append(_fault(tag, error))
+            return
+        try:
+            self._multi.add_handle(curl)
+        except FAULTS as error:
+            self._unsent.append(_fault(tag, error, of_all=True))
+            return
+        transfer.tag = tag
+        self._busy[curl] = transfer
 
     def poll(self, wait: float) -> tuple[list[tuple[Any, bytes]], list[Reply]]:
         """Move all transfers on, waiting up to `wait` seconds for the first end.
@@ -126,7 +131,7 @@ class Client:
         try:
             self._move(0.0 if others else wait, good, others)
         except FAULTS as error:
-            others += [_fault(tag, error) for tag in self.abort()]
+            others += [_fault(tag, error, of_all=True) for tag in self.abort()]
             self._start_over()
         return good, others
 
@@ -147,8 +152,8 @@ class Client:
             if not self._busy:
                 time.sleep(wait)
                 return
-            multi.select(wait if len(self._busy) < SELECTABLE else min(wait, 0.005))
-            if self._trickles:
+            ready = multi.select(wait if len(self._busy) < SELECTABLE else min(wait, 0.005))
+            if self._trickles or not ready:  # it does not wait where it sees no descriptor
                 time.sleep(GATHER)
             multi.perform()
             _, ended, failed = multi.info_read(most)
@@ -251,9 +256,13 @@ def _secrets(key: str | None) -> tuple[bytes, ...]:
     return tuple(sorted(found, key=len, reverse=True))
 
 
-def _fault(tag: Any, error: BaseException) -> Reply:
-    """The end of a request that libcurl refused. What is no text for it is the URL or the key of the endpoint."""
-    number = error.args[0] if isinstance(error, pycurl.error) and len(error.args) > 1 else 0
+def _fault(tag: Any, error: BaseException, *, of_all: bool = False) -> Reply:
+    """The end of a request that libcurl refused. What is no text for it is the URL or the key of the endpoint.
+
+    The numbers of what is said `of_all` requests, by the multi interface, have other meanings.
+    """
+    numbered = isinstance(error, pycurl.error) and len(error.args) > 1 and not of_all
+    number = error.args[0] if numbered else 0
     if isinstance(error, ValueError):
         number = pycurl.E_URL_MALFORMAT
     text = str(error.args[-1] if isinstance(error, pycurl.error) and error.args else error)

@@ -82,6 +82,8 @@ def probe(endpoint: Endpoint, url: str, model: str, deadline: float) -> str | No
     status, said = request(endpoint, url, deadline, body)
     if status == 0:
         return said.decode("utf-8", "replace")
+    if status == 503 and is_healthy(endpoint) is None:
+        return None  # it has too much to do
     return f"HTTP {status}" if status >= 500 else None
 
 

@@ -1,9 +1,10 @@
 """Refusals and answers of one server in, how many rows it is asked at once and how long a row waits out. Pure.
 
-Each refusal takes one off what may be in flight and each answer gives half of one back, so that a server of fixed
-capacity is kept full and refuses a third of the requests at most, and one that refuses less than that for other reasons
-(a row too large for it, one busy replica of three) is not asked for less. Where nothing is answered, rows that pause
-keep their places, or new ones would be refused there, one after the other.
+Each refusal takes one off what may be in flight, but never what the server holds, and each answer gives half of one
+back: a server of fixed capacity is kept full and refuses a third of the requests, and one that refuses some for other
+reasons (one busy replica of three) is not asked for less. A row that is refused much more often than those that are
+answered says nothing of the load: it may be too large for the server, for ever. Where nothing is answered, rows that
+pause keep their places, or new ones would be refused there, one after the other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import math
 from airflow_provider_vllm.batch.row import Row
 
 GROWTH = 0.5  # by each answer
-LEAST_PART = 16  # of the limit: from there it is soon back after a storm
-PRESSED = 0.75  # of the limit: below it, the limit is too high
+# So many refusals more than a usual row's say nothing of the load.
+USUAL, TIMES_USUAL = 3, 4
+MEMORY = 64  # answers that say what is usual
 PROBE_S = 1.0  # between two new rows for a server that has answered nothing since it refused
 LONGEST = 15.0  # seconds of a pause, by our own choice
 LONGEST_ASKED = 120.0  # and by the server's
@@ -25,46 +27,54 @@ class Refusals:
 
     def __init__(self, began: float) -> None:
         self.size = math.inf
-        self.pressed = 0  # refusals of a server that takes much less than the limit
         self._began = began
         self._since = 0.0  # when it began to refuse, with no sign since that it takes rows
+        self._told = 0  # refusals that `settle` has not seen yet
+        self._usual = 0.0  # of a row until it is answered
         self._probe_at = 0.0
 
-    def answered(self, rows: int) -> None:
+    def answered(self, rows: int, held: int, refusals: int = 0) -> None:
+        """So many of `held` rows, which had been refused so often before."""
         self._since = 0.0
-        self.size += rows * GROWTH
+        # What is not used is not known to be good for more.
+        self.size = max(self.size, min(self.size, held) + rows * GROWTH)
+        if rows:
+            self._usual += (refusals / rows - self._usual) * min(1.0, rows / MEMORY)
 
     def works(self) -> None:
         """It answered, well or not."""
         self._since = 0.0
 
-    def refused(self, rows: int, limit: int) -> None:
-        """So many, where up to `limit` may be in flight."""
-        self.size = max(1.0, limit / LEAST_PART, min(self.size, limit) - rows)
-        if self.size < PRESSED * limit:
-            self.pressed += rows
-
-    def most(self, limit: int, pausing: int, now: float) -> int:
-        """How many may be in flight, where `pausing` rows that were refused wait for their next try."""
-        most = int(min(self.size, limit))
-        if not self._since:
-            return most
-        most = min(most, limit - pausing)
-        if most <= 0 and now >= self._probe_at:
-            self._probe_at = now + PROBE_S
-            return 1
-        return most
-
-    def waited(self, row: Row, now: float) -> float:
-        """A row was refused: how long it was, or every row if that is longer, or each would be waited for anew."""
-        if (
-            row.refused_since != self._began
-        ):  # another server, whose refusals say nothing of this one
+    def refused(self, row: Row, now: float) -> float:
+        """Seconds that this row was, or every row if that is longer: or each would be waited for anew."""
+        if row.refused_since != self._began:  # another server's say nothing of this one
             row.refused_since, row.refusals, row.paused = self._began, 0, 0.0
         row.refusals += 1
+        self._told += row.refusals <= USUAL + TIMES_USUAL * self._usual
         if not self._since:
             self._since, self._probe_at = now, now + PROBE_S
         return max(row.paused, now - self._since)
+
+    def settle(self, limit: int, held: int) -> None:
+        """What was refused at once is known: up to `limit` rows may be in flight, and `held` still are."""
+        told, self._told = self._told, 0
+        # One that refuses everything for a while says nothing of how many it takes.
+        if told and held:
+            self.size = max(held, min(self.size, limit) - told)
+
+    def most(self, limit: int, in_flight: int, pausing: int, now: float) -> tuple[int, bool]:
+        """How many may be in flight, where `pausing` rows that were refused wait; whether one of them is a probe.
+
+        A probe should be of a row that was not refused yet.
+        """
+        most = int(min(self.size, limit))
+        if not self._since:
+            return most, False
+        most = min(most, limit - pausing)
+        if most <= in_flight < limit and now >= self._probe_at:
+            self._probe_at = now + PROBE_S
+            return in_flight + 1, True
+        return most, False
 
 
 def pause(row: Row, asked: float, *, alone: bool, jitter: float) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-import zlib
 from collections import deque
+from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,7 +49,7 @@ from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.verdict import backoff
 from airflow_provider_vllm.batch.waiting import SKIPS_PER_TURN, Waiting
-from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.exceptions import BatchFailed, VllmError
 
 POLL = 0.05
 TUNE_EVERY = 0.1
@@ -102,7 +102,7 @@ class Sender(threading.Thread):
         self._maker = maker
         self._waiting = Waiting(records, maker, self._ledger, self.stats, earlier)
         self._losses = Losses(self._waiting, self._ledger, self.stats)
-        self._refusals, self._pressed_before = Refusals(0.0), 0
+        self._refusals = Refusals(0.0)
         self._client: Client | None = None
         self._doubtful: list[tuple[Row, Reply]] = []
         self._asked = self._paused = self._stopped = False
@@ -110,6 +110,7 @@ class Sender(threading.Thread):
         self._paused_at = 0.0
         self._filled = 0.0
         self._healthy_until = 0.0
+        self._freed = 0  # places by the answers that came last
         self._wait = POLL  # for answers, before there is something else to do
         self._failure: BaseException | None = None
 
@@ -130,19 +131,18 @@ class Sender(threading.Thread):
             self._loop()
             if self._client is not None:
                 self._settle_rest(self._client)
-        except (OSError, EOFError, zlib.error) as error:
-            self._failure = BatchFailed(f"the input cannot be read on: {error}")
         except BaseException as error:
-            self._failure = error
-        finally:
+            self._failure = self._failure or _as_failure(error)
+        for last in (self._ledger.flush, self._waiting.close, self._close):
             try:
-                self._ledger.flush()
-            except BatchFailed as error:
-                self._failure = self._failure or error
-            self._waiting.close()
-            if self._client is not None:
-                self._client.close()
-            self.events.put(Ended(self._failure or self._ledger.verdict))
+                last()
+            except BaseException as error:  # the watch waits for the end
+                self._failure = self._failure or _as_failure(error)
+        self.events.put(Ended(self._failure or self._ledger.verdict))
+
+    def _close(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
     def _loop(self) -> None:
         settle, flush = self._settle, self._ledger.flush
@@ -160,7 +160,8 @@ class Sender(threading.Thread):
             if not self._paused:
                 self._fill(self._client, now)
             # Where all that were read are answered or bad, there are more to read at once.
-            skipped = self._idle and self.stats.read > read
+            new = self.stats.read - read
+            skipped = new >= SKIPS_PER_TURN or (new > 0 and self._idle)
             settle(*self._client.poll(0.0 if skipped else self._wait))
             flush()
             if self._idle and not self._waiting:
@@ -168,7 +169,6 @@ class Sender(threading.Thread):
 
     def _connect(self, endpoint: Endpoint) -> Client:
         self._ledger.begins(endpoint)
-        self._pressed_before = self._pressed
         self._refusals = Refusals(time.monotonic())
         return Client(endpoint, self._spec.request_timeout, min(self.stats.limit, 1024))
 
@@ -182,12 +182,7 @@ class Sender(threading.Thread):
     def _sample(self, now: float) -> tuning.Sample:
         stats, waiting = self.stats, self.vitals.waiting
         rows = stats.done - stats.reused
-        return tuning.Sample(now, rows, self._pressed, waiting, stats.preemptions)
-
-    @property
-    def _pressed(self) -> int:
-        """Refusals that say something of the limit, by this server and those before."""
-        return self._pressed_before + self._refusals.pressed
+        return tuning.Sample(now, rows, waiting, stats.preemptions)
 
     @property
     def concurrency(self) -> int:
@@ -206,24 +201,28 @@ class Sender(threading.Thread):
 
     def _fill(self, client: Client, now: float) -> None:
         stats, waiting = self.stats, self._waiting
-        waiting.wake(now)
+        waiting.pauses.wake(now)
         if stats.pack == 1 and waiting.only_new:
-            most = self._refusals.most(stats.limit, 0, now)
+            most, _ = self._refusals.most(stats.limit, stats.in_flight, 0, now)
             if self._few_fit(most, now):
                 self._wait = self._filled + REFILL_S - now
                 return
             self._filled = now
             self._fill_with_new(client, most)
         # A row that was refused keeps its place while it pauses: else the next one would be refused there, and so on.
-        most = self._refusals.most(stats.limit, waiting.pausing, now)
+        pausing = waiting.pauses.refused
+        most, is_probe = self._refusals.most(stats.limit, stats.in_flight, pausing, now)
         while (room := most - stats.in_flight) > 0:
             if waiting.parcels:
                 self._send(client, waiting.parcels.popleft())
                 continue
             if stats.pack > 1 and stats.in_flight and room < min(stats.pack, most):
                 return  # wait for room for a whole pack
-            row = waiting.take(self._idle)
+            row = waiting.take(self._idle, new_first=is_probe)
             if row is None:
+                hurried, self._freed = waiting.pauses.hurry(self._freed), 0
+                if hurried:
+                    continue
                 return
             if stats.pack > 1 and row.params is not None:
                 self._send(client, self._gather(row, min(stats.pack, room)))
@@ -277,7 +276,7 @@ class Sender(threading.Thread):
 
     def _settle(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         stats, alone = self.stats, good
-        held, refused = stats.in_flight, stats.refused
+        held, self._freed = stats.in_flight, 0
         if good:
             self._failed_in_a_row = 0
             if self._may_pack:
@@ -289,20 +288,19 @@ class Sender(threading.Thread):
             stats.in_flight -= len(alone)
             for row, body, error in self._ledger.answered(alone):
                 self._settle_wrong(row, body, error)
-            self._refusals.answered(held - stats.in_flight)
+            self._freed = held - stats.in_flight
+            before = sum(row.refusals for row in _rows_of(good)) if stats.refused else 0
+            self._refusals.answered(self._freed, held, before)
         for reply in others:
+            kind = self._kind(reply)
+            self._failed_in_a_row += kind in (Kind.UNSENT, Kind.DOUBTFUL)
             if type(reply.tag) is list:
                 stats.in_flight -= len(reply.tag)
-                self._settle_bad_pack(reply.tag, reply)
+                self._settle_bad_pack(reply.tag, reply, kind)
             else:
                 stats.in_flight -= 1
-                self._settle_bad(reply.tag, reply)
-        self._note_refusals(refused)
-
-    def _note_refusals(self, before: int) -> None:
-        """Where there are more than `before`."""
-        if (new := self.stats.refused - before) > 0:
-            self._refusals.refused(new, self.stats.limit)
+                self._settle_bad(reply.tag, reply, kind)
+        self._refusals.settle(stats.limit, stats.in_flight)
 
     def _settle_rest(self, client: Client) -> None:
         """At an end: what has come whole is kept, and the watch, which knows, is told of no trouble."""
@@ -328,8 +326,8 @@ class Sender(threading.Thread):
         for row, body, error in self._ledger.answered(replies, sums):
             self._settle_wrong(row, body, error)
 
-    def _settle_bad(self, row: Row, reply: Reply) -> None:
-        kind, message = self._kind(reply), server_message(reply)
+    def _settle_bad(self, row: Row, reply: Reply, kind: Kind) -> None:
+        message = server_message(reply)
         if kind is Kind.REJECTED:
             self._failed_in_a_row = 0
             self._refusals.works()
@@ -355,8 +353,7 @@ class Sender(threading.Thread):
         busy = reply.status == 503 and time.monotonic() < self._healthy_until
         return Kind.BUSY if busy else classify(reply)
 
-    def _settle_bad_pack(self, rows: list[Row], reply: Reply) -> None:
-        kind = self._kind(reply)
+    def _settle_bad_pack(self, rows: list[Row], reply: Reply, kind: Kind) -> None:
         if kind is Kind.REJECTED:
             if packing.not_offered(reply, rows[0].url):
                 self._no_packs()
@@ -365,7 +362,7 @@ class Sender(threading.Thread):
         for row in rows:
             if kind not in (Kind.UNSENT, Kind.BUSY) and reply.status != 503:
                 row.params = None  # alone from now on
-            self._settle_bad(row, reply)
+            self._settle_bad(row, reply, kind)
 
     def _no_packs(self) -> None:
         """The server does not offer them, or not for this model."""
@@ -389,12 +386,14 @@ class Sender(threading.Thread):
             text = f"{message} (tried {row.attempts} times)"
             self._ledger.failed(row, "failed", code, text)
             return
-        self._later(row, backoff(row.attempts, jitter=random.random()))
+        self.stats.retries += 1
+        until = time.monotonic() + backoff(row.attempts, jitter=random.random())
+        self._waiting.pauses.put(row, until)
 
     def _refused(self, row: Row, message: str, reply: Reply) -> None:
         """The server asks for patience: no failed try, until it has for `request_timeout`, this row or every row."""
         self.stats.refused += 1
-        waited = self._refusals.waited(row, time.monotonic())
+        waited = self._refusals.refused(row, time.monotonic())
         if waited > self._spec.request_timeout:
             text = f"{message} (for {waited:.0f} s)"
             status, body = reply.status, reply.body
@@ -402,16 +401,13 @@ class Sender(threading.Thread):
             return
         alone = not self.stats.in_flight
         seconds = pause(row, reply.retry_after, alone=alone, jitter=random.random())
-        self._later(row, seconds, refused=True)
-
-    def _later(self, row: Row, seconds: float, *, refused: bool = False) -> None:
         self.stats.retries += 1
-        self._waiting.put_off(row, time.monotonic() + seconds, refused=refused)
+        until, guessed = time.monotonic() + seconds, reply.retry_after <= 0
+        self._waiting.pauses.put(row, until, refused=True, guessed=guessed)
 
     def _doubt(self, row: Row, reply: Reply) -> None:
         """Keep a row aside until the watch knows whether the server is dead."""
         self._doubtful.append((row, reply))
-        self._failed_in_a_row += 1
         if not self._paused and (classify(reply) is Kind.UNSENT or self._failed_in_a_row >= 2):
             self._paused, self._paused_at = True, time.monotonic()
         if not self._asked:
@@ -424,10 +420,9 @@ class Sender(threading.Thread):
         if isinstance(command, Healthy):
             self._healthy_until = time.monotonic() + HEALTHY_FOR
             gap = self._paused and time.monotonic() > self._paused_at + GAP
-            doubtful, refused = self._resume(gap=gap), self.stats.refused
-            for row, reply in doubtful:
+            for row, reply in self._resume(gap=gap):
                 self._try_again(row, reply)
-            self._note_refusals(refused)
+            self._refusals.settle(self.stats.limit, self.stats.in_flight)
         elif isinstance(command, Lost):
             self._give_up(command.reason)
         elif isinstance(command, Connect):
@@ -458,7 +453,7 @@ class Sender(threading.Thread):
         """The server is lost: what it had goes back; rows that saw two losses are suspect."""
         assert self._client is not None
         self._settle_rest(self._client)
-        hit = [row for tag in self._client.abort() for row in (tag if type(tag) is list else [tag])]
+        hit = list(_rows_of((tag, b"") for tag in self._client.abort()))
         for row, reply in self._doubtful:
             if classify(reply) is Kind.UNSENT:
                 self._waiting.put_back(row)
@@ -471,7 +466,24 @@ class Sender(threading.Thread):
         hit.sort(key=lambda row: row.number)  # in whatever order they failed
         by_row = self._losses.happened(hit, reason)
         self._ledger.flush()
-        if self._waiting:
+        if self._waiting and not (self._failure or self._ledger.verdict):
             self.events.put(NeedServer(reason, tuple(hit), by_row))
         else:
             self._stopped = True
+
+
+def _as_failure(error: BaseException) -> BaseException:
+    if isinstance(error, VllmError) or not isinstance(error, Exception):
+        return error
+    failure = BatchFailed(
+        f"the sending broke down: {type(error).__name__}: {error}; the rows answered so far are kept: retry, and "
+        "report it where that does not help"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _rows_of(replies: Iterable[tuple[Any, bytes]]) -> Iterator[Row]:
+    """The rows that were asked, alone or in packs."""
+    for tag, _ in replies:
+        yield from tag if type(tag) is list else (tag,)

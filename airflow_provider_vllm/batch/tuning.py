@@ -2,10 +2,11 @@
 
 Hill climbing: one move at a time is tried, between two measurements of the present setting, and kept when
 it is faster by `GAIN`; a difference beyond `CLEAR` is believed at once. Pure: `now` and all counts are
-arguments. Invariants: a refusal (429, 503) or a preemption takes a trial back, and shrinks where none is
-going on; a queue on the server stops growth, and is shortened where that costs no speed; a smaller limit
-has to beat the better of the two measurements, since one that fell into a slow moment of the machine
-would make anything look good; only rows that were sent under a setting count for it.
+arguments. What a server refuses (429, 503) is not seen here: `refusals` keep the sender below the limit then.
+Invariants: a preemption takes a trial back, and shrinks where none is going on; a queue on the server stops
+growth, and is shortened where that costs no speed; a smaller limit has to beat the better of the two
+measurements, since one that fell into a slow moment of the machine would make anything look good; only rows
+that were sent under a setting count for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WINDOW = 0.7
 BURSTS = 2  # equal rows that started together end together: a window is several times the limit
 LONGEST_WINDOW = 30.0
 HOLD = 20.0
-SHRINK_EVERY = 2.0  # seconds, while refusals go on
+FEWER = 0.8  # of the rows in flight, after a preemption
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen up to `now`: rows answered, refusals, and the server's own numbers."""
+    """What was seen up to `now`: rows answered, and the server's own numbers."""
 
     now: float
     rows: int
-    refused: int = 0
     waiting: int | None = None
     preemptions: int = 0
 
@@ -89,14 +89,10 @@ def advance(tuning: Tuning, sample: Sample) -> Tuning:
     """The state after a look at the counts; the same object when it is too early to say anything."""
     since = tuning.since
     rows, seconds = sample.rows - since.rows, sample.now - since.now
-    if tuning.may_grow and not tuning.shrunk:
-        if sample.refused > since.refused:
-            return _pressed(tuning, sample, 0.7)
-        if sample.preemptions > since.preemptions:
-            return _pressed(tuning, sample, 0.8)
+    if tuning.may_grow and not tuning.shrunk and sample.preemptions > since.preemptions:
+        return _pressed(tuning, sample)
     if tuning.skip:
-        patience = SHRINK_EVERY if sample.refused > since.refused else LONGEST_WINDOW
-        early = rows < tuning.skip and not (tuning.shrunk and seconds > patience)
+        early = rows < tuning.skip and not (tuning.shrunk and seconds > LONGEST_WINDOW)
         return tuning if early else replace(tuning, since=sample, skip=0, shrunk=False)
     if sample.now < tuning.hold_until or not _enough(tuning.now_used, rows, seconds):
         return tuning
@@ -157,11 +153,11 @@ def _left(tuning: Tuning) -> tuple[str, ...]:
     return ("pack",) * broken_off + tuning.moves
 
 
-def _pressed(tuning: Tuning, sample: Sample, factor: float) -> Tuning:
+def _pressed(tuning: Tuning, sample: Sample) -> Tuning:
     """A trial is taken back (one of fewer rows is kept), else there are fewer in flight; then no growth for a while."""
     setting, trial = tuning.setting, tuning.trial
     if trial is None:
-        setting = Setting(max(1, int(setting.limit * factor)), setting.pack)
+        setting = Setting(max(1, int(setting.limit * FEWER)), setting.pack)
     elif trial.limit < setting.limit:
         setting = trial
     return replace(

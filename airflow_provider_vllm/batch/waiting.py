@@ -7,22 +7,22 @@ a row is in one place only.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 from airflow_provider_vllm.batch.ahead import Ahead, Direct
 from airflow_provider_vllm.batch.journal import PROVEN, Earlier
 from airflow_provider_vllm.batch.ledger import Ledger
+from airflow_provider_vllm.batch.pauses import Pauses
 from airflow_provider_vllm.batch.row import BadRow, Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.signals import Stats
 from airflow_provider_vllm.batch.sources import Record
+from airflow_provider_vllm.exceptions import BatchFailed, VllmError
 
 SKIPS_PER_TURN = 1000
 SUSPECT_DEATHS = 2
 # Where a server refuses everything for a while, every row of the input would come to wait for its next try.
-PUT_OFF_BYTES = 1 << 26
-ROW_BYTES = 1 << 9  # of a row beside its request
+PAUSING_BYTES = 1 << 26
 
 
 class Waiting:
@@ -39,10 +39,7 @@ class Waiting:
         self._input, self._maker = records, maker
         self._ledger, self._stats, self._earlier = ledger, stats, earlier
         self._returned: deque[Row] = deque()
-        self._later: list[tuple[float, int, Row, bool]] = []
-        self._tickets = self._put_off_bytes = 0
-        self._due: deque[Row] = deque()  # their pause is over
-        self.pausing = 0  # of the rows put off, those that the server refused
+        self.pauses = Pauses()
         self._suspects: deque[Row] = deque()
         self._deadly: deque[Row] = deque()
         self.parcels: deque[list[Row]] = deque()  # parts of failed packs, sent as they are
@@ -50,50 +47,45 @@ class Waiting:
 
     def __bool__(self) -> bool:
         return not self._input.ended or bool(
-            self._returned
-            or self._later
-            or self._due
-            or self._suspects
-            or self._deadly
-            or self.parcels
+            self._returned or self.pauses or self._suspects or self._deadly or self.parcels
         )
 
     @property
     def only_new(self) -> bool:
         """Whether `take_new` may be used."""
         return self._earlier is None and not (
-            self._input.ended or self._returned or self._later or self._due or self.parcels
+            self._input.ended or self._returned or self.pauses or self.parcels
         )
 
     def take_new(self, most: int, idle: bool) -> list[Row | BadRow]:
         """New rows as they come, in bulk; empty at the end of the input, and where none is ready and `idle` is not."""
-        records = self._input.take(most, wait=idle and not self._later)
+        try:
+            records = self._input.take(most, wait=idle and not self.pauses)
+        except VllmError:
+            raise
+        except Exception as error:  # object stores have errors of their own
+            raise BatchFailed(
+                f"the input cannot be read on: {type(error).__name__}: {error}; see that it can be, and retry"
+            ) from error
         rows = self._maker.make(records)
         self._stats.read += len(rows)
         return rows
 
-    def wake(self, now: float) -> None:
-        """Let the rows go next whose pause is over."""
-        while self._later and self._later[0][0] <= now:
-            _, _, row, refused = heapq.heappop(self._later)
-            self.pausing -= refused
-            self._due.append(row)
-
-    def take(self, idle: bool) -> Row | None:
+    def take(self, idle: bool, *, new_first: bool = False) -> Row | None:
         """The next row, or None when none may be sent right now.
 
         `idle` says that nothing is in flight or doubtful, so that a suspect would be alone.
         """
-        if self._due:
-            row = self._due.popleft()
-            self._put_off_bytes -= len(row.body) + ROW_BYTES
+        if new_first and not self._input.ended and (new := self._take_new(False)) is not None:
+            return new
+        if (row := self.pauses.take()) is not None:
             return row
         if self._returned:
             return self._returned.popleft()
         if not self._input.ended and self._has_room and (new := self._take_new(idle)) is not None:
             return new
         alone = self._suspects or self._deadly
-        if idle and self._input.ended and alone and not (self._later or self.parcels):
+        if idle and self._input.ended and alone and not (self.pauses or self.parcels):
             self.alone = alone.popleft()
             return self.alone
         return None
@@ -101,7 +93,7 @@ class Waiting:
     @property
     def _has_room(self) -> bool:
         """Whether so few rows wait for another try that new ones may come to it."""
-        return self._put_off_bytes < PUT_OFF_BYTES or len(self._later) < self._stats.limit
+        return self.pauses.bytes < PAUSING_BYTES or len(self.pauses) < self._stats.limit
 
     def _take_new(self, idle: bool) -> Row | None:
         """The next new row without an answer; gives up after many that have one."""
@@ -137,13 +129,6 @@ class Waiting:
     def put_back(self, row: Row) -> None:
         """Back from a lost server."""
         self._returned.append(row)
-
-    def put_off(self, row: Row, until: float, *, refused: bool = False) -> None:
-        """Again, but not before `until` (monotonic seconds)."""
-        self._tickets += 1
-        self._put_off_bytes += len(row.body) + ROW_BYTES
-        self.pausing += refused
-        heapq.heappush(self._later, (until, self._tickets, row, refused))
 
     def suspect(self, row: Row) -> None:
         """Alone, when everything else is done."""

@@ -127,16 +127,18 @@ class Watch:
         """Seconds without movement that are too many.
 
         Counters of the engine move with every step. Without them only whole rows are seen, and five times
-        the usual row (in flight / rows per second, up to the last movement) is waited for.
+        the usual row (in flight / rows per second, up to the last movement) is waited for. In any case it is over
+        before the rows in flight have all timed out, and are sent anew.
         """
-        spec, stats = self._spec, self._sender.stats
+        stats, most = self._sender.stats, self._spec.request_timeout / 2
+        least = min(self._spec.stall_timeout, most)
         if self._movement.moved is not None:
-            return spec.stall_timeout
+            return least
         sent = stats.done - stats.reused
         if not sent:
-            return max(spec.stall_timeout, spec.request_timeout / 2)
+            return most
         moved = self._movement.at - self._began
-        return max(spec.stall_timeout, 5 * stats.in_flight * moved / sent)
+        return min(most, max(least, 5 * stats.in_flight * moved / sent))
 
     def _see(self, moved: float | None, now: float) -> None:
         stats = self._sender.stats

@@ -373,7 +373,10 @@ def test_an_endpoint_that_libcurl_refuses_ends_the_request(
 
 
 class BrokenCurl:
-    """A libcurl that refuses what the real one does when memory is short."""
+    """A multi interface that refuses what the real one does when memory is short.
+
+    3 is CURLM_OUT_OF_MEMORY; of a single request it would be a malformed URL, for which no retry can help.
+    """
 
     def __init__(self, real: Any, name: str, times: int) -> None:
         self._real, self._name, self.left = real, name, times
@@ -381,7 +384,7 @@ class BrokenCurl:
     def __getattr__(self, name: str) -> Any:
         if name == self._name and self.left:
             self.left -= 1
-            raise pycurl.error(pycurl.E_OUT_OF_MEMORY, "Out of memory")
+            raise pycurl.error(pycurl.E_MULTI_OUT_OF_MEMORY, "Out of memory")
         return getattr(self._real, name)
 
 
@@ -398,6 +401,40 @@ def test_what_libcurl_refuses_loses_no_request(server: ThreadedEndpoint, name: s
     assert "Out of memory" in others[0].message
     client.send(CHAT, BODY, "after")
     assert poll_until_done(client, 1)[0][0][0] == "after"
+    client.close()
+
+
+class Blind:
+    """A multi interface whose requests all have descriptors that it cannot wait for."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def perform(self) -> None:
+        self.looks += 1
+
+    def info_read(self, most: int) -> tuple[int, list[Any], list[Any]]:
+        return 0, [], []
+
+    def select(self, wait: float) -> int:
+        return 0
+
+    def add_handle(self, curl: Any) -> None:
+        pass
+
+    def remove_handle(self, curl: Any) -> None:
+        pass
+
+
+def test_what_cannot_be_waited_for_takes_no_core(server: ThreadedEndpoint) -> None:
+    client = Client(Endpoint(server.base_url, "tiny"), 10)
+    real, client._multi = client._multi, Blind()
+    client.send(CHAT, BODY, "a")
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        client.poll(0.05)
+    assert client._multi.looks < 500
+    client._multi = real
     client.close()
 
 

@@ -389,6 +389,23 @@ def test_a_freeze_without_counters_is_noticed_among_many_in_flight(
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.parametrize("vllm", [True, False])
+def test_a_freeze_is_noticed_before_every_row_has_timed_out(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path, vllm: bool
+) -> None:
+    """All time out at once, and before they are sent anew nothing is in flight, which is no stillness."""
+    server.behaviour.latency, server.behaviour.vllm = 0.01, vllm
+    link.on_recover = lambda: setattr(server.behaviour, "frozen", False)
+    prompts = [f"p{index}" for index in range(200)]
+    spec = BatchSpec(prompts=prompts, concurrency=64, pack=1, request_timeout=4, probe_timeout=0.5)
+    assert spec.stall_timeout > spec.request_timeout
+    thread = freeze_after(server, 150)
+    manifest = run(spec, link, tmp_path).manifest
+    thread.join()
+    assert manifest.outcomes == {"ok": 200}
+    assert manifest.server_losses == 1
+
+
 def test_the_probe_asks_where_the_rows_go(
     server: ThreadedEndpoint,
     link: ForeignLink,

@@ -88,6 +88,28 @@ def test_a_short_hiccup_is_soon_forgotten(
     assert time.monotonic() - began < 15  # 4 s without the hiccup
 
 
+def test_a_place_that_becomes_free_is_used_at_once(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    """Though every row that is left pauses: of 200 rows sent at once to a server for 4, nearly all do."""
+    server.behaviour.busy_above, server.behaviour.latency = 4, 0.1
+    spec = BatchSpec(prompts=[f"p{index}" for index in range(200)], pack=1, concurrency=256)
+    began = time.monotonic()
+    assert run(spec, link, tmp_path).manifest.outcomes == {"ok": 200}
+    assert time.monotonic() - began < 8  # 5 s with 4 places full all the time
+
+
+def test_a_server_that_says_how_long_to_wait_is_not_asked_before(
+    server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
+) -> None:
+    server.behaviour.busy_above, server.behaviour.latency = 4, 0.05
+    server.behaviour.retry_after = 2
+    spec = BatchSpec(prompts=[f"p{index}" for index in range(24)], pack=1, concurrency=64)
+    manifest = run(spec, link, tmp_path).manifest
+    assert manifest.outcomes == {"ok": 24}
+    assert manifest.retries <= 24 * manifest.seconds / 2
+
+
 @pytest.mark.parametrize("pack", [1, 4])
 def test_a_server_that_refuses_everything_for_a_while(
     server: ThreadedEndpoint,
@@ -96,7 +118,7 @@ def test_a_server_that_refuses_everything_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
     pack: int,
 ) -> None:
-    monkeypatch.setattr(waiting, "PUT_OFF_BYTES", 50_000)
+    monkeypatch.setattr(waiting, "PAUSING_BYTES", 50_000)
     server.behaviour.status = 429
     texts = [f"{index} {'x' * 500}" for index in range(2000)]
     spec = BatchSpec(prompts=texts, pack=pack, concurrency=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.sender import GAP, REFILL_S, Sender
-from airflow_provider_vllm.batch.signals import Connect, Healthy, NeedServer
+from airflow_provider_vllm.batch.signals import Connect, Ended, Healthy, NeedServer, Trouble
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.exceptions import BatchFailed, TooManyErrors
 
 ANSWER = b'{"id":"a","choices":[{"message":{"content":"b"}}]}'
 
@@ -117,16 +118,16 @@ def test_rows_that_wait_for_another_try_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a server refuses everything, the whole input would come to wait in memory."""
-    monkeypatch.setattr(waiting, "PUT_OFF_BYTES", 20_000)
+    monkeypatch.setattr(waiting, "PAUSING_BYTES", 20_000)
     rows = [("prompts", number, "x" * 1000) for number in range(1, 101)]
     sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
     sender.stats.limit = 4
 
     def taken(now: float, until: float) -> list[int]:
         found = []
-        sender._waiting.wake(now)
+        sender._waiting.pauses.wake(now)
         while (row := sender._waiting.take(True)) is not None:
-            sender._waiting.put_off(row, until)
+            sender._waiting.pauses.put(row, until)
             found.append(row.number)
         return found
 
@@ -172,3 +173,68 @@ def test_where_every_row_is_refused_patience_is_with_the_server(
         sender._settle([(other, ANSWER)], [])
     sender._refused(second, "no room", Reply(second, 429, b"", 0, "", 0.0))
     assert sender.stats.failed == ({} if answered else {"failed": 1})
+
+
+def ended(sender: Sender) -> BaseException | None:
+    """What the watch is told at the end of a sender that runs by itself."""
+    sender.start()
+    event = sender.events.get(timeout=10)
+    sender.join()
+    assert isinstance(event, Ended)
+    return event.failure
+
+
+def test_the_end_is_told_whatever_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch waits for it."""
+
+    def no_memory() -> None:
+        raise MemoryError
+
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [])
+    monkeypatch.setattr(sender._ledger, "flush", no_memory)
+    monkeypatch.setattr(sender._waiting, "close", no_memory)
+    failure = ended(sender)
+    assert isinstance(failure, BatchFailed)
+    assert "the sending broke down: MemoryError" in str(failure)
+    assert isinstance(failure.__cause__, MemoryError)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), RuntimeError("SlowDown: try later")])
+def test_an_input_that_cannot_be_read_on(tmp_path: Path, error: Exception) -> None:
+    """Object stores have errors of their own."""
+
+    def records() -> Iterator[Record]:
+        yield "in.jsonl", 1, "a"
+        raise error
+
+    failure = ended(a_sender(tmp_path, BatchSpec(prompts=["a"]), records()))
+    assert isinstance(failure, BatchFailed)
+    assert "the input cannot be read on: " in str(failure) and str(error) in str(failure)
+
+
+def test_a_batch_that_has_failed_needs_no_server(tmp_path: Path) -> None:
+    """It would load a model for minutes, and its own failure would hide why."""
+    rows = [("prompts", 1, "a"), ("prompts", 2, "b")]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a", "b"], max_errors=0), rows)
+    (row, other) = sender._waiting.take_new(2, True)
+    assert isinstance(row, Row) and isinstance(other, Row)
+    sender._waiting.alone, sender.stats.in_flight = row, 1
+    sender._waiting.put_back(other)
+    sender._client = Losing(Reply(row, 0, b"", 56, "reset", 0.0))  # type: ignore[assignment]
+    sender._give_up("it died")
+    assert isinstance(sender._ledger.verdict, TooManyErrors)
+    assert sender.events.empty()
+    assert sender._stopped
+
+
+@pytest.mark.parametrize(("replies", "paused"), [(1, False), (2, True)])
+def test_a_pack_that_fails_is_one_failure(tmp_path: Path, replies: int, paused: bool) -> None:
+    """Two of them, one after the other, may be the end of the server."""
+    rows = [("prompts", number, "a") for number in range(1, 9)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
+    made = [row for row in sender._waiting.take_new(8, True) if isinstance(row, Row)]
+    sender.stats.in_flight = 8
+    packs = [made[:4], made[4:]][:replies]
+    sender._settle([], [Reply(pack, 500, b"", 0, "", 0.0) for pack in packs])
+    assert sender._paused is paused
+    assert isinstance(sender.events.get_nowait(), Trouble)

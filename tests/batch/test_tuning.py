@@ -23,18 +23,14 @@ class World:
     tuning: Tuning
     now: float = 0.0
     rows: float = 0.0
-    refused: int = 0
     preemptions: int = 0
     waiting: int | None = None
-    refuses_above: int | None = None
 
     def run(self, seconds: float) -> World:
         for _ in range(round(seconds * 10)):
             self.now += 0.1
             self.rows += self.speed(self.tuning.now_used) * 0.1
-            if self.refuses_above is not None and self.tuning.now_used.limit > self.refuses_above:
-                self.refused += 3
-            sample = Sample(self.now, int(self.rows), self.refused, self.waiting, self.preemptions)
+            sample = Sample(self.now, int(self.rows), self.waiting, self.preemptions)
             self.tuning = advance(self.tuning, sample)
         return self
 
@@ -159,13 +155,6 @@ def test_a_smaller_limit_has_to_beat_both_measurements_of_the_present_one() -> N
     assert advance(slow, better).setting == Setting(100, 1), "500 and 490: 560 is one"
 
 
-def test_refusals_shrink_below_what_is_refused_and_stay_near_it() -> None:
-    refusing = world(peak(1024, 700))
-    refusing.refuses_above = 40
-    limit = refusing.run(60).tuning.setting.limit
-    assert 20 <= limit <= 40
-
-
 def test_preemptions_shrink() -> None:
     preempted = world(peak(128, 700)).run(20)
     before = preempted.tuning.setting.limit
@@ -181,32 +170,19 @@ def trying(setting: Setting) -> Tuning:
     return climb
 
 
-@pytest.mark.parametrize("pressure", [{"refused": 5}, {"preemptions": 5}])
-def test_pressure_takes_a_trial_back_at_once(pressure: dict[str, int]) -> None:
+def test_a_preemption_takes_a_trial_back_at_once() -> None:
     """Not below the setting that gave no trouble, also when the server's counters show it late."""
     climb = trying(Setting(200, 16))
-    assert advance(climb, Sample(11.1, 10_010, **pressure)).now_used == Setting(200, 16)
+    assert advance(climb, Sample(11.1, 10_010, preemptions=5)).now_used == Setting(200, 16)
     judged = advance(advance(climb, Sample(12, 10_200)), Sample(22, 20_200))
     assert judged.tried is not None, "back at 200 for the second measurement"
-    after = advance(judged, Sample(22.1, 20_210, **pressure))
+    after = advance(judged, Sample(22.1, 20_210, preemptions=5))
     assert after.setting == Setting(200, 16) and after.trial is None
-    late = advance(after, Sample(22.2, 20_220, **dict.fromkeys(pressure, 9)))
+    late = advance(after, Sample(22.2, 20_220, preemptions=9))
     assert late.setting == Setting(200, 16), "rows of the trial are still coming back"
-    assert advance(after, Sample(23, 20_700, **pressure)).skip == 0
-    again = advance(after, Sample(23, 20_700, **pressure))
-    assert advance(again, Sample(24, 21_000, **dict.fromkeys(pressure, 9))).setting.limit < 200
-
-
-@pytest.mark.parametrize("row_seconds", [1.0, 20.0])
-def test_a_storm_of_refusals_is_over_soon(row_seconds: float) -> None:
-    """40 places: what is sent beyond is refused, and sent again a second later."""
-    storm = begin(Setting(256, 1), Sample(0, 0), may_pack=False, may_grow=True)
-    rows = refused = 0.0
-    for tick in range(1, 300):
-        rows += 40 / row_seconds * 0.1
-        refused += max(0, storm.now_used.limit - 40) * 0.1
-        storm = advance(storm, Sample(tick / 10, int(rows), int(refused)))
-    assert 20 <= storm.setting.limit <= 40
+    assert advance(after, Sample(23, 20_700, preemptions=5)).skip == 0
+    again = advance(after, Sample(23, 20_700, preemptions=5))
+    assert advance(again, Sample(24, 21_000, preemptions=9)).setting.limit < 200
 
 
 def test_few_slow_rows_are_enough_for_a_small_limit() -> None:
@@ -221,8 +197,8 @@ def test_a_trial_of_packs_that_is_broken_off_comes_again() -> None:
     packed = advance(advance(start, Sample(1, 200)), Sample(11, 10_000))
     assert packed.now_used == Setting(200, 16)
     gone = tuning.after_a_gap(packed, Sample(20, 10_000))
-    refused = advance(packed, Sample(12, 10_100, refused=1))
-    for broken in (gone, refused):
+    preempted = advance(packed, Sample(12, 10_100, preemptions=1))
+    for broken in (gone, preempted):
         assert broken.now_used == Setting(200, 1) and broken.moves[0] == "pack"
 
 
@@ -267,7 +243,7 @@ def test_rows_that_take_minutes_are_measured_in_whole_bursts() -> None:
 def test_a_fixed_limit_stays() -> None:
     start = begin(Setting(64, 1), Sample(0, 0), may_pack=True, may_grow=False)
     fixed = World(peak(64, 700, packed=2), start)
-    fixed.refuses_above = 10
+    fixed.preemptions = 10
     assert fixed.run(30).tuning.setting == Setting(64, 16)
 
 

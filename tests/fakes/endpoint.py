@@ -40,6 +40,7 @@ class Behaviour:
     max_running: int = 10_000
     busy_above: int | None = None
     busy_status: int = 429
+    retry_after: int = 0
     chat_batch: bool = True
     vllm: bool = True
     health: int = 200
@@ -138,7 +139,7 @@ async def _post(request: web.Request) -> web.StreamResponse:
         return web.json_response(
             {"error": {"message": "busy"}},
             status=behaviour.busy_status,
-            headers={"Retry-After": "0"},
+            headers={"Retry-After": str(behaviour.retry_after)},
         )
     try:
         body = json.loads(await request.read())
