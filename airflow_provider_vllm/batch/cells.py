@@ -66,13 +66,26 @@ def json_of(cell: Any, starts: str) -> Any:
         return None
 
 
+def _only_json(name: str, text: str, start: str) -> Any:
+    """As `json_of`; but what begins so must be JSON: a dict as Python writes it would be sent as a prompt, or not."""
+    found = json_of(text, start)
+    if found is None and text.lstrip().startswith(start):
+        raise RowError(
+            "invalid_json",
+            f"{name} begins with {start} and is not JSON; write it with json.dumps",
+            name,
+        )
+    return found
+
+
 def parameters(value: Any, table: bool) -> Mapping[str, Any]:
     """The column `params`: an object, or one as JSON text; anything else is no parameters.
 
-    In a `table` a field without a value is none: Parquet gives every row the fields of all.
+    In a `table` a field without a value is none: Parquet gives every row the fields of all. Raises RowError for what
+    looks like JSON and is not.
     """
     if isinstance(value, str):
-        value = json_of(value, "{")
+        value = _only_json("params", value, "{")
     if isinstance(value, list) and all(isinstance(x, tuple) and len(x) == 2 for x in value):
         value = dict(value)  # a Parquet map
     if not isinstance(value, dict):
@@ -89,9 +102,13 @@ def parameters(value: Any, table: bool) -> Mapping[str, Any]:
 
 
 def messages(value: Any, table: bool) -> Any:
-    """The column `messages`: chat messages, or those as JSON text; other text stays."""
+    """The column `messages`: chat messages, or those as JSON text; other text stays.
+
+    Raises RowError for what looks like messages in JSON and is not.
+    """
     if isinstance(value, str):
-        found = json_of(value, "[")
+        is_list = value.lstrip().startswith("[") and value.lstrip()[1:].lstrip().startswith("{")
+        found = _only_json("messages", value, "[") if is_list else json_of(value, "[")
         return value if found is None else found
     return _used(value) if table else value
 

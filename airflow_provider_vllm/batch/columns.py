@@ -6,11 +6,7 @@ every row of the input is in the output, in order; a failed one has a null answe
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import io
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -18,7 +14,7 @@ from typing import Any
 import orjson
 
 from airflow_provider_vllm.batch import results
-from airflow_provider_vllm.batch.api import CLASSIFY, EMBEDDINGS, SCORE, answer_of
+from airflow_provider_vllm.batch.api import EMBEDDINGS, SCORE, answer_of
 from airflow_provider_vllm.batch.csv_rows import CsvWriter
 from airflow_provider_vllm.batch.exact import loads
 from airflow_provider_vllm.batch.journal import Journal
@@ -33,11 +29,13 @@ from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
 from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.texts import as_json, text_of
 from airflow_provider_vllm.exceptions import BatchFailed, InvalidPrompts
 
 PUT_BACK = (
     "every answer is kept in the journal; put the input back, or leave it as it is now, and retry"
 )
+GIVEN = frozenset(["messages", "prompt"])  # the columns of rows that are no columns themselves
 End = tuple[Any, "str | None"]
 
 
@@ -66,39 +64,37 @@ def check_columns(spec: BatchSpec, sources: tuple[Source, ...]) -> None:
 def _heads(
     spec: BatchSpec, sources: tuple[Source, ...], added: tuple[str, str]
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The rows that may have an added column: of a table the first, of lines those that hold the name."""
-    marks = [str(name).encode() for name in added]
+    """The rows that may have an added column: where all have the same the first, of lines those that hold the name."""
+    marks = [b"\\u", *(name.encode() for name in added)]
+    if not GIVEN.isdisjoint(added):
+        marks = [b""]  # in every row
     parts: list[tuple[Source, ...]] = [(source,) for source in sources]
     for part in parts or [()]:
-        table = bool(part) and part[0].format in ("csv", "parquet")
-        if part and part[0].format == "text":
-            continue
+        alike = bool(part) and part[0].format in ("csv", "parquet", "text")
         for source, line, value in records(spec, part):
-            if isinstance(value, bytes):
-                if not any(mark in value for mark in marks) and b"\\u" not in value:
-                    continue
-                with contextlib.suppress(orjson.JSONDecodeError):
-                    value = loads(value)
-            if isinstance(value, dict):
-                yield source, line, value
-                if table:
-                    break
+            if isinstance(value, bytes) and not any(mark in value for mark in marks):
+                continue
+            yield source, line, _columns(value)
+            if alike and not isinstance(value, RecordError):
+                break
 
 
 def columns_of_records(spec: BatchSpec, sources: tuple[Source, ...]) -> Iterator[dict[str, Any]]:
     """Each record as columns; a broken one has none."""
-    for _, _, value in records(spec, sources):
-        if isinstance(value, bytes):
-            try:
-                value = loads(value)
-            except orjson.JSONDecodeError:
-                value = RecordError("invalid_json", "not JSON")
-        if isinstance(value, RecordError):
-            yield value.columns
-        elif isinstance(value, dict):
-            yield value
-        else:
-            yield {"messages" if isinstance(value, list) else "prompt": value}
+    return (_columns(value) for _, _, value in records(spec, sources))
+
+
+def _columns(value: Any) -> dict[str, Any]:
+    if isinstance(value, bytes):
+        try:
+            value = loads(value)
+        except orjson.JSONDecodeError:
+            return {}
+    if isinstance(value, RecordError):
+        return value.columns
+    if isinstance(value, dict):
+        return value
+    return {"messages" if isinstance(value, list) else "prompt": value}
 
 
 def ends(journal: Journal, rows: int) -> Iterator[End]:
@@ -172,7 +168,7 @@ def _write_jsonl(
 ) -> int:
     count = 0
     for row in _merged(spec, sources, answers):
-        out.write(_json(row) + b"\n")
+        out.write(as_json(row) + b"\n")
         count += 1
     return count
 
@@ -194,32 +190,7 @@ def _write_csv(
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return _plain(value)
-    return _text(value) if isinstance(value, (str, dict, list)) else value
-
-
-def _plain(value: Any) -> str:
-    """What is no JSON, as text; bytes that are no UTF-8 as base64."""
-    if not isinstance(value, bytes):
-        return str(value)
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return base64.b64encode(value).decode()
-
-
-def _json(value: Any) -> bytes:
-    """JSON of what orjson cannot do, too: deep values, integers beyond 64 bits, lone surrogates."""
-    try:
-        return orjson.dumps(value, default=_plain)
-    except TypeError:  # orjson's JSONEncodeError is one
-        before = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(before, 10_000))
-        try:
-            return json.dumps(value, default=_plain).encode()
-        finally:
-            sys.setrecursionlimit(before)
+    return value if isinstance(value, (bool, int, float)) else text_of(value)
 
 
 def _kinds(spec: BatchSpec, sources: tuple[Source, ...]) -> dict[str, str]:
@@ -281,14 +252,14 @@ def _write_parquet(
 
 
 def _answer_type(pa: Any, spec: BatchSpec) -> Any:
-    kinds = {EMBEDDINGS: pa.list_(pa.float32()), SCORE: pa.float64(), CLASSIFY: pa.string()}
+    kinds = {EMBEDDINGS: pa.list_(pa.float32()), SCORE: pa.float64()}
     return kinds.get(spec.endpoint, pa.string())
 
 
 def _array(pa: Any, field: Any, values: list[Any], first: int) -> Any:
     """A column; text columns take other values as JSON. `first` is the number of the first row, from 0."""
     if field.type == pa.string():
-        values = [_text(value) for value in values]
+        values = [text_of(value) for value in values]
     try:
         return pa.array(values, field.type)
     except UNFIT:
@@ -302,12 +273,6 @@ def _array(pa: Any, field: Any, values: list[Any], first: int) -> Any:
 
 
 UNFIT = (ValueError, TypeError, OverflowError)  # pyarrow's own are ValueError or TypeError
-
-
-def _text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
-    return None if value is None else _json(value).decode()
 
 
 def _all_parquet(sources: tuple[Source, ...]) -> bool:

@@ -62,12 +62,9 @@ class IntSet:
 class IntMap:
     """64-bit keys to 64-bit numbers; a later value replaces an earlier one."""
 
-    def __init__(self, expected: int = 0) -> None:
-        slots = SMALLEST
-        while slots * 6 < expected * 10:
-            slots *= 2
-        self._keys, self._values = _zeros(slots), _zeros(slots)
-        self._mask = slots - 1
+    def __init__(self) -> None:
+        self._keys, self._values = _zeros(SMALLEST), _zeros(SMALLEST)
+        self._mask = SMALLEST - 1
         self._count = 0
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -19,10 +19,15 @@ from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.check import manifest_beside
 from airflow_provider_vllm.batch.compact import IntSet
 from airflow_provider_vllm.batch.csv_rows import csv_rows
-from airflow_provider_vllm.batch.parquet_tables import parquet_schema, parquet_tables
+from airflow_provider_vllm.batch.parquet_rows import Damage
+from airflow_provider_vllm.batch.parquet_tables import (
+    common_schema,
+    parquet_schema,
+    parquet_tables,
+)
 from airflow_provider_vllm.batch.pieces import CARRIED, csv_line
 from airflow_provider_vllm.batch.records import custom_id_of
-from airflow_provider_vllm.batch.source import Source
+from airflow_provider_vllm.batch.source import UNREADABLE, Source
 from airflow_provider_vllm.batch.sources import (
     ToPath,
     column_names,
@@ -34,6 +39,7 @@ from airflow_provider_vllm.batch.spec import BatchSpec, suffix_of
 from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
 
 log = logging.getLogger(__name__)
+Row = TypeVar("Row")
 SHARD = re.compile(r"shard-\d{4,}(\.\d+)?\.(jsonl|txt|csv|parquet)")
 TABLES = (".csv", ".parquet")
 AGAIN = "clear that shard's task, which writes it again from its journal, and then this one"
@@ -165,19 +171,31 @@ def _source(part: Part, to_path: ToPath, kind: str) -> Source:
     return Source(part.path, to_path(part.path), kind, gz)
 
 
+def _read(part: Part, rows: Iterator[Row]) -> Iterator[Row]:
+    """What is read from a shard's file. Raises InvalidInput where it is broken, which is no fault of the merged one."""
+    try:
+        yield from rows
+    except UNREADABLE as error:
+        raise InvalidInput(f"merge: {part.path} cannot be read: {error}; {AGAIN}") from error
+
+
+def _lines(source: Source) -> Iterator[bytes]:
+    with source.open() as opened:
+        yield from opened
+
+
 def _join_lines(parts: list[Part], out: Any, to_path: ToPath) -> None:
     """A custom id that two rows have, which within a batch makes a bad record of the second, is told of."""
     seen = IntSet(sum(max(part.rows) for part in parts))
     doubled, first = 0, b""
     for part in parts:
         count = 0
-        with _source(part, to_path, "jsonl").open() as opened:
-            for line in opened:
-                out.write(line)
-                count += 1
-                custom_id = custom_id_of(line)
-                if custom_id and not seen.add(hash(custom_id)):
-                    doubled, first = doubled + 1, first or custom_id
+        for line in _read(part, _lines(_source(part, to_path, "jsonl"))):
+            out.write(line)
+            count += 1
+            custom_id = custom_id_of(line)
+            if custom_id and not seen.add(hash(custom_id)):
+                doubled, first = doubled + 1, first or custom_id
         _check_count(part, count)
     if doubled:
         log.warning(
@@ -204,7 +222,7 @@ def _join_csv(parts: list[Part], out: Any, to_path: ToPath) -> None:
     for part, source, header in zip(parts, sources, headers, strict=True):
         places = [header.index(name) if name in header else None for name in names]
         count = 0
-        for row in _csv_body(source):
+        for row in _read(part, _csv_body(source)):
             if len(row) != len(header):
                 raise InvalidInput(
                     f"merge: {part.path}, row {count + 1}: it has {len(row)} fields, the header {len(header)}: it was "
@@ -224,12 +242,13 @@ def _join_parquet(parts: list[Part], out: Any, to_path: ToPath) -> None:
     try:
         schema = parquet_schema(sources)
     except InvalidPrompts:
-        schema = _schema_with_text(sources)
+        schema = common_schema(sources)
     try:
         with parquet.ParquetWriter(out, schema) as writer:
             for part, source in zip(parts, sources, strict=True):
                 count = 0
-                for table in parquet_tables(pyarrow, (source,), schema):
+                tables = parquet_tables(pyarrow, (source,), schema, _refuse_damage)
+                for table in _read(part, tables):
                     writer.write_table(table)
                     count += table.num_rows
                 _check_count(part, count)
@@ -240,6 +259,10 @@ def _join_parquet(parts: list[Part], out: Any, to_path: ToPath) -> None:
         ) from error
 
 
+def _refuse_damage(source: Source, damage: Damage) -> None:
+    raise InvalidInput(f"merge: {source.name} cannot be read: {damage.text}; {AGAIN}")
+
+
 def _check_count(part: Part, count: int) -> None:
     """Raises InvalidInput where a file was changed after its batch: rows would be missing without a word."""
     if count not in part.rows:
@@ -248,17 +271,6 @@ def _check_count(part: Part, count: int) -> None:
             f"merge: {part.path} has {count} rows, and by its manifest {expected}: it was changed after its batch; "
             f"{AGAIN}"
         )
-
-
-def _schema_with_text(sources: tuple[Source, ...]) -> Any:
-    import pyarrow
-
-    types: dict[str, Any] = {}
-    for source in sources:
-        for field in parquet_schema((source,)):
-            known = types.setdefault(field.name, field.type)
-            types[field.name] = known if known == field.type else pyarrow.string()
-    return pyarrow.schema(list(types.items()))
 
 
 def _summed(
@@ -273,22 +285,34 @@ def _summed(
         "total_completion_tokens", "retries", "server_losses", "server_restarts", "preemptions", "ok", "errors",
     ):  # fmt: skip
         whole[name] = sum(manifest.get(name, 0) for manifest in manifests)
-    seconds = max(manifest["seconds"] for manifest in manifests)
+    longest = {
+        name: max(manifest[name] for manifest in manifests)
+        for name in ("seconds", "sending_seconds")
+    }
+    seconds = max(longest["sending_seconds"], 1e-9)
     tokens = whole["prompt_tokens"] + whole["completion_tokens"]
     sent = whole["rows"] - whole["reused"]
     whole.update(
         outcomes=dict(sorted(outcomes.items())),
         input=[path for manifest in manifests for path in manifest["input"]],
         answered_by=_answered_by(manifests),
-        seconds=seconds,
-        rows_per_second=round(sent / max(seconds, 1e-9), 2),
-        tokens_per_second=round(tokens / max(seconds, 1e-9), 2),
+        **longest,
+        rows_per_second=round(sent / seconds, 2),
+        tokens_per_second=round(tokens / seconds, 2),
+        advice=_advice(manifests),
         output_path=output_path,
         errors_path=errors_to,
         manifest_path=f"{output_path}.manifest.json",
         shards=len(manifests),
     )
     return whole
+
+
+def _advice(manifests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for manifest in manifests:
+        found += [each for each in manifest["advice"] if each not in found]
+    return found
 
 
 def _answered_by(manifests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

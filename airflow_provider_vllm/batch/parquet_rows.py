@@ -108,29 +108,22 @@ class _NotText(str):
 def _checked(row: dict[str, Any]) -> dict[str, Any] | RecordError:
     for name, cell in row.items():
         if type(cell) is _NotText:
-            return RecordError("invalid_utf8", f"column {name} is not UTF-8", row)
+            return RecordError("invalid_utf8", f"column {name} is not UTF-8", row, name)
     return row
 
 
 def _cells(column: Any) -> list[Any]:
     import pyarrow
 
-    for readable in (lambda: column.to_pylist(), lambda: _as_text(column, pyarrow).to_pylist()):
-        try:
-            found: list[Any] = readable()
-            return found
-        except (pyarrow.ArrowException, ValueError, OverflowError):
-            continue
-    return [_cell(scalar, pyarrow) for scalar in column]
-
-
-def _as_text(column: Any, pyarrow: Any) -> Any:
-    if not pyarrow.types.is_temporal(column.type):
-        raise ValueError("only times have a text")
-    return column.cast(pyarrow.string())
+    try:
+        found: list[Any] = column.to_pylist()
+        return found
+    except (pyarrow.ArrowException, ValueError, OverflowError):
+        return [_cell(scalar, pyarrow) for scalar in column]
 
 
 def _cell(scalar: Any, pyarrow: Any) -> Any:
+    """The value of a scalar, as text where Python has none for it."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -139,4 +132,17 @@ def _cell(scalar: Any, pyarrow: Any) -> Any:
             return _NotText(data.decode("utf-8", "backslashreplace"))
         return _NotText(f"{scalar.type}, not UTF-8")
     except (pyarrow.ArrowException, ValueError, OverflowError):
+        return _text_or_parts(scalar, pyarrow)
+
+
+def _text_or_parts(scalar: Any, pyarrow: Any) -> Any:
+    if isinstance(scalar, pyarrow.MapScalar):
+        return [tuple(_cell(entry[at], pyarrow) for at in (0, 1)) for entry in scalar.values]
+    if isinstance(scalar, pyarrow.ListScalar):  # of every kind of list
+        return [_cell(each, pyarrow) for each in scalar.values]
+    if isinstance(scalar, pyarrow.StructScalar):
+        return {name: _cell(scalar[name], pyarrow) for name in scalar}
+    try:
+        return scalar.cast(pyarrow.string()).as_py()
+    except (pyarrow.ArrowException, ValueError):
         return str(getattr(scalar, "value", scalar.type))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
@@ -45,11 +45,55 @@ def parquet_schema(sources: tuple[Source, ...]) -> Any:
     return schema
 
 
-def parquet_tables(pa: Any, sources: tuple[Source, ...], schema: Any) -> Iterator[Any]:
-    """Tables of one schema: a column that a file lacks is null, and so is a damaged row."""
+def common_schema(sources: tuple[Source, ...]) -> Any:
+    """Every column of any file: its one type, a number for numbers, else text.
+
+    Which type a column has can depend on the rows of a shard: without a value it is text there.
+    """
+    pa = pyarrow_for_output()
+    types: dict[str, list[Any]] = {}
+    for source in sources:
+        with source.open() as raw, parquet_file(source, raw) as file:
+            for field in file.schema_arrow:
+                found = types.setdefault(field.name, [])
+                if field.type not in found and not _has_no_value(file.metadata, field):
+                    found.append(field.type)
+    numbers = [pa.int64(), pa.float64()]
+
+    def one(found: list[Any]) -> Any:
+        if len(found) == 1:
+            return found[0]
+        is_number = bool(found) and all(each in numbers for each in found)
+        return pa.float64() if is_number else pa.string()
+
+    return pa.schema([(name, one(found)) for name, found in types.items()])
+
+
+def _has_no_value(metadata: Any, field: Any) -> bool:
+    """Whether a column of text is null in every row."""
+    if field.type != pyarrow_for_output().string():
+        return False
+    leaves = [metadata.schema.column(at).path for at in range(len(metadata.schema))]
+    at = leaves.index(field.name)
+    for group in range(metadata.num_row_groups):
+        column = metadata.row_group(group).column(at)
+        if not column.is_stats_set or column.statistics.null_count != column.num_values:
+            return False
+    return True
+
+
+def parquet_tables(
+    pa: Any,
+    sources: tuple[Source, ...],
+    schema: Any,
+    damaged: Callable[[Source, Damage], None] | None = None,
+) -> Iterator[Any]:
+    """Tables of one schema: a column that a file lacks is null, and so is a damaged row, of which `damaged` is told."""
     for source in sources:
         for batch in parquet_parts(source, ROWS):
             if isinstance(batch, Damage):
+                if damaged is not None:
+                    damaged(source, batch)
                 yield schema.empty_table().take(pa.nulls(batch.rows, pa.int64()))
                 continue
             columns = [

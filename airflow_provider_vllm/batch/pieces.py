@@ -8,15 +8,18 @@ that a broken one is broken there too and no other.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from airflow_provider_vllm.batch.csv_rows import CsvWriter, csv_rows
+from airflow_provider_vllm.batch.parquet_rows import BATCH, Damage
 from airflow_provider_vllm.batch.parquet_tables import nullable, parquet_schema, parquet_tables
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import BLANK, BOM, column_names, csv_header
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
+log = logging.getLogger(__name__)
 CARRIED = 1 << 26  # characters of one CSV record
 BORDER = None
 Blocks = Iterator["bytes | None"]
@@ -80,8 +83,12 @@ class _Peekable:
 def _csv_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
     """Every record as it stands in its file, so that a broken one is broken in its shard too."""
     headers = [column_names(source) for source in sources]
-    if any(header != headers[0] for header in headers):
-        raise InvalidPrompts("the CSV files of input_path have different headers")
+    for source, header in zip(sources, headers, strict=True):
+        if header != headers[0]:
+            raise InvalidPrompts(
+                f"input_path {source.name} has the columns {', '.join(header)}, and {sources[0].name} "
+                f"{', '.join(headers[0])}: one shard can have one header only; split each kind of file by itself"
+            )
     rows = _Peekable(row for source in sources for row in _csv_records(source))
     count = 0
     while rows.has_more():
@@ -129,21 +136,64 @@ def _parquet_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
-    def finished(first: int, tables: list[Any]) -> Piece:
-        out = io.BytesIO()
-        parquet.write_table(pyarrow.concat_tables(tables), out)
-        return first, iter([out.getvalue()])
+    schema = nullable(parquet_schema(sources))
+    tables = parquet_tables(pyarrow, sources, schema, _warn_of_damage)
+    rest = schema.empty_table()
 
-    first, held = 0, 0
-    tables: list[Any] = []
-    for table in parquet_tables(pyarrow, sources, nullable(parquet_schema(sources))):
-        while held + table.num_rows >= quota:
-            part = table.slice(0, quota - held)
-            table = table.slice(quota - held)
-            yield finished(first, [*tables, part])
-            first, held, tables = first + quota, 0, []
-        if table.num_rows:
-            tables.append(table)
-            held += table.num_rows
-    if tables:
-        yield finished(first, tables)
+    def take(most: int) -> Any:
+        """The next rows, up to so many; none at the end."""
+        nonlocal rest
+        if not rest.num_rows:
+            rest = next((table for table in tables if table.num_rows), rest)
+        taken, rest = rest.slice(0, most), rest.slice(most)
+        return taken
+
+    def piece(table: Any) -> Blocks:
+        sink, left = _Sink(), quota - table.num_rows
+        with parquet.ParquetWriter(sink, schema) as writer:
+            held = [table]
+            while left and (table := take(left)).num_rows:
+                left -= table.num_rows
+                held.append(table)
+                if sum(each.nbytes for each in held) >= BATCH:
+                    writer.write_table(pyarrow.concat_tables(held))
+                    held.clear()
+                    yield sink.taken()
+            if held:
+                writer.write_table(pyarrow.concat_tables(held))
+        yield sink.taken()
+
+    first = 0
+    while (table := take(quota)).num_rows:
+        yield first, piece(table)
+        first += quota
+
+
+def _warn_of_damage(source: Source, damage: Damage) -> None:
+    log.warning(
+        "%s: %s; in their shard its %d rows have no values", source.name, damage.text, damage.rows
+    )
+
+
+class _Sink(io.RawIOBase):
+    """Takes what a writer writes, and gives it on in parts."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        self._parts.append(bytes(data))
+        self._size += len(self._parts[-1])
+        return len(self._parts[-1])
+
+    def taken(self) -> bytes:
+        """What was written since the last time."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts)

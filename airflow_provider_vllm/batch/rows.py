@@ -7,8 +7,10 @@ its name, the request or the server that is asked changes.
 
 from __future__ import annotations
 
+import math
 from binascii import hexlify
 from collections.abc import Collection, Iterable, Iterator
+from decimal import Decimal
 from hashlib import blake2b
 from typing import Any
 
@@ -143,7 +145,9 @@ class RowMaker:
         number = int(tail) - self._offset - 1
         return 0 <= number < self._unnamed and self.default_id(number) == custom_id
 
-    def _bad(self, number: int, source: str, line: int, value: Any, error: Any) -> BadRow:
+    def _bad(
+        self, number: int, source: str, line: int, value: Any, error: RowError | RecordError
+    ) -> BadRow:
         record = value.columns if isinstance(value, RecordError) else value
         if isinstance(value, bytes):
             try:
@@ -152,9 +156,7 @@ class RowMaker:
                 record = None
         own = _own_id(record) if isinstance(record, dict) else None
         custom_id = own or self.default_id(number)
-        return BadRow(
-            number, custom_id, error.code, str(error), source, line, getattr(error, "field", None)
-        )
+        return BadRow(number, custom_id, error.code, str(error), source, line, error.field)
 
     def _make(self, number: int, value: Any) -> Row:
         table = False
@@ -250,7 +252,7 @@ class RowMaker:
             raise RowError("stream", "stream is true; a batch does not stream", "params.stream")
         if (pairs := PAIR_FIELDS.get(self._url)) is not None:
             for group in pairs:
-                if all(value.get(name) is not None for name in group):
+                if not any(_is_missing(value.get(name), table) for name in group):
                     pair = {
                         n: (n in LIST_FIELDS and cells.json_of(value[n], "[")) or value[n]
                         for n in group
@@ -262,8 +264,9 @@ class RowMaker:
         empty = None
         for name in self._names:
             prompt = value.get(name)
-            if prompt is None or (table and prompt == ""):  # as CSV writes a missing value
-                empty = empty or (name if name in value else None)
+            if prompt is None or (isinstance(prompt, (str, list)) and not prompt):
+                if empty is None or (value[empty] is None and prompt is not None):
+                    empty = name if name in value else empty
                 continue
             if name == "messages":
                 prompt = cells.messages(prompt, table)
@@ -272,7 +275,8 @@ class RowMaker:
             raise RowError("missing_column", str(lacks(spec, value)), self._names[0])
         if value[empty] is None:
             raise RowError("null_prompt", f"column {empty} is null", empty)
-        raise RowError("invalid_prompt", f"{empty} is empty", empty)
+        code = "invalid_messages" if empty == "messages" else "invalid_prompt"
+        raise RowError(code, f"{empty} is empty", empty)
 
     def _prompt(
         self, prompt: Any, extra: dict[str, Any] | None = None, field: str = "prompt"
@@ -368,6 +372,8 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
 def _own_id(value: dict[str, Any]) -> str | None:
     """The `custom_id` of a row of columns; None where it has none that can name it."""
     own = value.get("custom_id")
+    if isinstance(own, (float, Decimal)) and math.isfinite(own) and own == int(own):
+        own = int(own)  # what a column of integers with a null in it may have become
     if type(own) is int:
         return str(own)
     return own if isinstance(own, str) and own and is_utf8(own) else None
@@ -394,6 +400,10 @@ def _is_batch_row(value: dict[str, Any]) -> bool:
     if "custom_id" in value and known:
         return True
     return isinstance(value.get("body"), dict) and ("custom_id" in value or known)
+
+
+def _is_missing(cell: Any, table: bool) -> bool:
+    return cell is None or (table and cell == "")  # as CSV writes a missing value
 
 
 def _kind(value: Any) -> str:

@@ -13,12 +13,18 @@ UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a file raises, a gz
 class RecordError(Exception):
     """A record that cannot be read; `code` is short and fixed, the message says what is wrong.
 
-    `columns` holds what could be read of it, for an output with columns.
+    `columns` holds what could be read of it, for an output with columns; `field` is the column that is wrong.
     """
 
-    def __init__(self, code: str, message: str, columns: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        columns: dict[str, Any] | None = None,
+        field: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.field = code, field
         self.columns = columns or {}
 
 

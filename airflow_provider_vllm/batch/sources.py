@@ -228,7 +228,11 @@ def reads_fast(sources: Sequence[Source]) -> bool:
 
 
 def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    """Lines without their ends; blank lines only where another line follows."""
+    """Lines without the blanks around them; blank lines only where another line follows."""
+    return _stripped(source, spec, BLANK)
+
+
+def _stripped(source: Source, spec: BatchSpec, ends: bytes) -> Iterator[Record]:
     number, blanks, name, limit = 0, 0, source.name, min(spec.max_row_bytes, sys.maxsize - 8)
     most = limit + 2
     try:
@@ -238,15 +242,16 @@ def _lines(source: Source, spec: BatchSpec) -> Iterator[Record]:
             while line := first or readline(most):
                 number += 1
                 first = b""
-                item: bytes | RecordError = line.strip(BLANK)
+                text = line.strip(ends)
+                item: bytes | RecordError = text
                 if len(line) >= most and (len(line) > most or line[-1:] != b"\n"):
                     size, rest = len(line), line
                     while rest and rest[-1:] != b"\n":
                         rest = readline(BLOCK)
                         size += len(rest)
-                    text = f"the line has {size / 1e6:.1f} MB; {_most(limit)}"
-                    item = RecordError("row_too_long", text)
-                elif not item:
+                    said = f"the line has {size / 1e6:.1f} MB; {_most(limit)}"
+                    item = RecordError("row_too_long", said)
+                elif not text or (ends != BLANK and not text.strip(BLANK)):
                     blanks += 1
                     continue
                 if blanks:
@@ -263,7 +268,8 @@ def _most(limit: int) -> str:
 
 
 def _text(source: Source, spec: BatchSpec) -> Iterator[Record]:
-    for _, number, line in _lines(source, spec):
+    """Lines without their ends."""
+    for _, number, line in _stripped(source, spec, b"\r\n"):
         value: Any = line
         if isinstance(line, bytes):
             try:
@@ -297,7 +303,7 @@ def csv_header(source: Source, rows: CsvRows) -> list[str]:
         raise InvalidPrompts(f"{where}: {wrong[1]}")
     if any(not _is_utf8(name) or "\0" in name for name in header):
         raise InvalidPrompts(f"{where}: the header is not UTF-8; convert the file to UTF-8")
-    if any(not name.strip() for name in header) or len(set(header)) != len(header):
+    if not any(name.strip() for name in header) or len(set(header)) != len(header):
         raise InvalidPrompts(f"{where}: the header needs one distinct name a column, not {header}")
     return header
 
@@ -322,7 +328,7 @@ def _csv_row(header: list[str], cells: list[str], limit: int) -> dict[str, Any] 
     for name, cell in zip(header, cells, strict=True):
         if not _is_utf8(cell):
             text = f"column {name} is not UTF-8"
-            return RecordError("invalid_utf8", text, _raw_columns(header, cells))
+            return RecordError("invalid_utf8", text, _raw_columns(header, cells), name)
     return dict(zip(header, cells, strict=True))
 
 

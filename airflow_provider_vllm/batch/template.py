@@ -6,8 +6,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
+from airflow_provider_vllm.batch.texts import as_json
 from airflow_provider_vllm.exceptions import InvalidInput
 
 BRACES = (
@@ -73,12 +72,14 @@ class Template:
             value = columns[name]
             if value is None:
                 raise RowError("null_prompt", f"column {name} of prompt_template is null", name)
+            if isinstance(value, bytes):  # what some writers of Parquet make of text
+                value = _decoded(value, name)
             try:
                 value = CONVERSIONS[conversion](value) if conversion else value
                 out.append(
                     format(value, spec)
                     if spec or not isinstance(value, (dict, list))
-                    else _json(value)
+                    else as_json(value).decode()
                 )
             except UNFIT as error:
                 raise RowError(
@@ -89,8 +90,8 @@ class Template:
         return "".join(out)
 
 
-def _json(value: Any) -> str:
+def _decoded(value: bytes, name: str) -> str:
     try:
-        return orjson.dumps(value).decode()
-    except TypeError as error:
-        raise RowError("invalid_value", f"cannot be written as JSON: {error}") from None
+        return value.decode()
+    except UnicodeDecodeError:
+        raise RowError("invalid_utf8", f"column {name} is not UTF-8", name) from None

@@ -84,3 +84,18 @@ def test_parameters(value: Any, table: bool, found: dict[str, Any]) -> None:
 )
 def test_messages(value: Any, table: bool, found: Any) -> None:
     assert messages(value, table) == found
+
+
+@pytest.mark.parametrize("text", ["{'seed': 7}", ' {"seed": 7', "{seed}"])
+def test_parameters_that_are_almost_json(text: str) -> None:
+    """A row must not go without them."""
+    with pytest.raises(RowError, match=r"params begins with \{ and is not JSON") as caught:
+        parameters(text, True)
+    assert (caught.value.code, caught.value.field) == ("invalid_json", "params")
+
+
+@pytest.mark.parametrize("text", ["[{'role': 'user', 'content': 'a'}]", ' [ {"role": "user"}'])
+def test_messages_that_are_almost_json(text: str) -> None:
+    """They must not be sent as one prompt."""
+    with pytest.raises(RowError, match=r"messages begins with \[ and is not JSON"):
+        messages(text, True)

@@ -101,13 +101,20 @@ def test_values_that_no_json_library_likes(link: ForeignLink, tmp_path: Path, su
     assert values == [deep, 1 << 70]
 
 
-def test_dates_and_decimals_in_csv_are_plain(link: ForeignLink, tmp_path: Path) -> None:
+def test_dates_and_decimals_are_plain_text(link: ForeignLink, tmp_path: Path) -> None:
     values = {"day": datetime.date(2026, 1, 2), "cost": Decimal("1.50"), "many": [Decimal("0.1")]}
     parquet.write_table(
         pyarrow.Table.from_pylist([{"prompt": "a", **values}]), tmp_path / "in.parquet"
     )
     run(spec(tmp_path / "in.parquet", tmp_path / "out.csv"), link, tmp_path)
     (row,) = table(tmp_path / "out.csv")
+    assert (row["day"], row["cost"], row["many"]) == ("2026-01-02", "1.50", '["0.1"]')
+    run(
+        BatchSpec(prompts=[{"prompt": "a", **values}], output_path=str(tmp_path / "list.parquet")),
+        link,
+        tmp_path / "other",
+    )
+    (row,) = table(tmp_path / "list.parquet")
     assert (row["day"], row["cost"], row["many"]) == ("2026-01-02", "1.50", '["0.1"]')
 
 
@@ -135,6 +142,16 @@ def test_an_added_column_in_a_later_row(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b", "error": "old"}])
     with pytest.raises(InvalidPrompts, match=r"has a column error already .*row 2"):
         check_inputs(spec(source, tmp_path / "out.csv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("in.txt", "a\n"), ("in.jsonl", '"a"\n'), ("in.jsonl", '{"prompt": "a"}\n')]
+)
+def test_an_added_column_with_the_name_of_the_prompt(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    one = spec(tmp_path / name, tmp_path / "out.csv", answer_column="prompt")
+    with pytest.raises(InvalidPrompts, match=r"has a column prompt already .*row 1"):
+        check_inputs(one)
 
 
 def test_a_long_quoted_field_invents_no_rows(link: ForeignLink, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import math
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.source import RecordError
 from airflow_provider_vllm.batch.sources import find_sources, local_path, records
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.batch.template import RowError, Template
 from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
 
 THREE = b'{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
@@ -342,3 +345,88 @@ def test_a_glob_leaves_out_what_the_batch_writes_by_any_name(
         manifest = run(spec, link, tmp_path).manifest
         assert (manifest.rows, manifest.ok) == (1, 1)
     assert not list(real.glob(".*.part"))
+
+
+def test_a_line_of_text_keeps_its_blanks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"    return x \r\n\tb\t\n \nc\n  \n")
+    assert prompts(spec(tmp_path / "a.txt")) == ["    return x ", "\tb\t", "c"]
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("empty", [{"prompt": ""}, {"messages": []}, {"prompt": None}])
+def test_the_first_column_that_is_not_empty_is_sent(
+    tmp_path: Path, table: bool, empty: dict[str, Any]
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    row = {**empty, "text": "hello"}
+    if table:
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+        assert prompts(spec(tmp_path / "a.parquet")) == ["hello"]
+    else:
+        assert prompts(spec(write_rows(tmp_path / "a.jsonl", [row]))) == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "field"),
+    [
+        ({"prompt": "", "text": ""}, "invalid_prompt", "prompt"),
+        ({"messages": []}, "invalid_messages", "messages"),
+        ({"prompt": None, "text": None}, "null_prompt", "prompt"),
+        ({"prompt": None, "text": ""}, "invalid_prompt", "text"),
+        ({"text": "a", "prompt": "", "params": "{'seed': 1}"}, "invalid_json", "params"),
+    ],
+)
+def test_a_row_whose_columns_are_all_empty(row: Any, code: str, field: str) -> None:
+    (made,) = RowMaker(BatchSpec(prompts=[row]), "m").make([("prompts", 1, row)])
+    assert isinstance(made, BadRow)
+    assert (made.code, made.field) == (code, field)
+
+
+def test_the_index_that_pandas_writes_is_a_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",text\n0,a\n1,b\n")
+    assert prompts(spec(tmp_path / "a.csv")) == ["a", "b"]
+
+
+def test_an_empty_cell_is_no_text_to_compare(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text_1,text_2\na,b\n,b\na,\n,\n")
+    one = spec(tmp_path / "a.csv", endpoint="score")
+    made = list(RowMaker(one, "m").rows(records(one, find_sources(one, local_path))))
+    assert [isinstance(row, Row) for row in made] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("custom_id", "name"), [(1.0, "1"), (Decimal("5"), "5"), (1.5, "row-1"), (math.nan, "row-1"), (math.inf, "row-1")]
+)  # fmt: skip
+def test_a_number_as_custom_id(custom_id: Any, name: str) -> None:
+    """A column of integers with a null in it comes as floats."""
+    row = {"custom_id": custom_id, "prompt": "a"}
+    (made,) = RowMaker(BatchSpec(prompts=[row]), "m").make([("prompts", 1, row)])
+    assert made.custom_id == name
+
+
+def test_the_column_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"prompt,n\na,caf\xe9\n")
+    one = spec(tmp_path / "a.csv")
+    (made,) = RowMaker(one, "m").rows(records(one, find_sources(one, local_path)))
+    assert isinstance(made, BadRow)
+    assert (made.code, made.field) == ("invalid_utf8", "n")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"caf\xc3\xa9", "café"),
+        ({"n": 10**25}, '{"n": 10000000000000000000000000}'),
+        ({"cost": Decimal("1.50")}, '{"cost":"1.50"}'),
+        ([b"a"], '["a"]'),
+    ],
+)
+def test_a_template_writes_any_value(value: Any, text: str) -> None:
+    assert Template("{t}").fill({"t": value}) == text
+
+
+def test_a_template_takes_no_bytes_that_are_no_text() -> None:
+    with pytest.raises(RowError, match="column t is not UTF-8"):
+        Template("{t}").fill({"t": b"\xff"})

@@ -9,7 +9,8 @@ import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
-from airflow_provider_vllm.batch.parquet_rows import parquet_parts
+from airflow_provider_vllm.batch.parquet_rows import parquet_parts, parquet_rows
+from airflow_provider_vllm.batch.pieces import pieces
 from airflow_provider_vllm.batch.run import check_inputs
 from airflow_provider_vllm.batch.shards import split
 from airflow_provider_vllm.batch.source import Source
@@ -77,13 +78,16 @@ def test_damage_in_a_column_that_knows_no_null(link: ForeignLink, tmp_path: Path
 
 
 @pytest.mark.parametrize("null", [True, False])
-def test_shards_of_a_damaged_file(tmp_path: Path, null: bool) -> None:
+def test_shards_of_a_damaged_file(
+    tmp_path: Path, null: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     damaged(tmp_path, 1, nullable=null)
     shards = split(str(tmp_path / "in.parquet"), str(tmp_path / "work"), shards=3)
     nulls = [
         parquet.read_table(shard["input_path"]).column("prompt").null_count for shard in shards
     ]
     assert nulls == [0, GROUP, 0]
+    assert "in.parquet: row group 2 of 3 is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -136,3 +140,52 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     for target in ("out.jsonl", "out.parquet"):
         with pytest.raises(InvalidPrompts, match="two columns have one name: prompt"):
             check_inputs(spec(tmp_path, target))
+
+
+def test_what_python_cannot_hold_costs_nothing_beside_it(tmp_path: Path) -> None:
+    """A nanosecond within a chat message, and a time that is the same text whatever its neighbours are."""
+    chat = pyarrow.struct(
+        [("role", pyarrow.string()), ("content", pyarrow.string()), ("at", pyarrow.timestamp("ns"))]
+    )
+    said = [{"role": "user", "content": "hello", "at": 1}]
+    whole = 1_000_000_000_000_000_000
+    tables = [
+        pyarrow.table(
+            {
+                "messages": pyarrow.array([said, said], pyarrow.list_(chat)),
+                "pairs": pyarrow.array([[("k", 1)], None], pyarrow.map_(pyarrow.string(), pyarrow.timestamp("ns"))),
+                "at": pyarrow.array([whole, second], pyarrow.timestamp("ns")),
+            }
+        )
+        for second in (whole, whole + 1)
+    ]  # fmt: skip
+    found: list[Any] = []
+    for index, table in enumerate(tables):
+        parquet.write_table(table, tmp_path / f"{index}.parquet")
+        source = Source(str(index), tmp_path / f"{index}.parquet", "parquet", False)
+        found.append(list(parquet_rows(source)))
+    assert found[1][0]["messages"] == [
+        {"role": "user", "content": "hello", "at": "1970-01-01 00:00:00.000000001"}
+    ]
+    assert found[1][0]["pairs"] == [("k", "1970-01-01 00:00:00.000000001")]
+    assert str(found[0][0]["at"]) == str(found[1][0]["at"]) == "2001-09-09 01:46:40"
+    assert str(found[1][1]["at"]) == "2001-09-09 01:46:40.000000001"
+
+
+def test_a_shard_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not held in memory whole."""
+    monkeypatch.setattr("airflow_provider_vllm.batch.pieces.BATCH", 1 << 16)
+    texts = [f"{index} {'x' * 100}" for index in range(20_000)]
+    table = pyarrow.table({"prompt": texts}).replace_schema_metadata({"k": "v"})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    source = Source("in.parquet", tmp_path / "in.parquet", "parquet", False)
+    sizes = [
+        [len(block or b"") for block in blocks] for _, blocks in pieces("parquet", (source,), 7000)
+    ]
+    assert [len(each) > 5 for each in sizes] == [True, True, True]
+    assert max(map(max, sizes)) < 1 << 17
+    shards = split(str(tmp_path / "in.parquet"), str(tmp_path / "work"), shards=3)
+    read = [parquet.read_table(shard["input_path"]) for shard in shards]
+    assert [each.num_rows for each in read] == [6667, 6667, 6666]
+    assert pyarrow.concat_tables(read).column("prompt").to_pylist() == texts
+    assert read[2].schema.metadata[b"k"] == b"v"

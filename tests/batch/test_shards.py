@@ -343,6 +343,70 @@ def test_a_shard_whose_file_is_gone_or_broken_is_named(link: ForeignLink, tmp_pa
         merge(manifests, str(tmp_path / "merged.csv"))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".csv.gz", ".parquet"])
+def test_a_shard_whose_file_cannot_be_read_is_named(
+    link: ForeignLink, tmp_path: Path, suffix: str
+) -> None:
+    """And not the merged one, which could have been written."""
+    rows = [{"prompt": f"{number} {'x' * 50}"} for number in range(400)]
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, suffix)
+    second = Path(manifests[1]["output_path"])
+    data = second.read_bytes()
+    broken = (
+        data[: len(data) // 2] if suffix != ".parquet" else data[:4] + b"\xff" * 200 + data[204:]
+    )
+    second.write_bytes(broken)
+    with pytest.raises(
+        InvalidInput, match=rf"(?s)merge: {second.name} cannot be read: .*; clear that"
+    ):
+        merge(
+            [{**m, "output_path": Path(m["output_path"]).name} for m in manifests],
+            str(tmp_path / f"merged{suffix}"),
+            to_path=lambda text: tmp_path / text,
+        )
+    assert not (tmp_path / f"merged{suffix}").exists()
+
+
+def test_the_types_of_columns_do_not_depend_on_the_shards(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    """Without a value a column is text in its shard, and one of whole numbers is of integers."""
+    rows = [
+        {"prompt": "a", "none_here": None, "whole_here": 1, "mixed": 1, "never": None},
+        {"prompt": "b", "none_here": 5, "whole_here": 1.5, "mixed": "x", "never": None},
+    ]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    whole = BatchSpec(input_path=str(source), output_path=str(tmp_path / "whole.parquet"))
+    run(whole, link, tmp_path / "whole")
+    merge(run_shards(link, tmp_path, source, 2, ".parquet"), str(tmp_path / "merged.parquet"))
+    merged, expected = (
+        parquet.read_table(tmp_path / f"{name}.parquet") for name in ("merged", "whole")
+    )
+    assert merged.schema.types == expected.schema.types
+    assert merged.to_pylist() == expected.to_pylist()
+
+
+def test_csv_files_of_different_columns_are_named(tmp_path: Path) -> None:
+    for name, header in (("a", "text,n"), ("b", "text,m")):
+        (tmp_path / f"{name}.csv").write_text(f"{header}\nx,1\n")
+    with pytest.raises(
+        InvalidPrompts, match=r"b\.csv has the columns text, m, and .*a\.csv text, n"
+    ):
+        split(str(tmp_path / "*.csv"), str(tmp_path / "work"), shards=2)
+
+
+def test_the_whole_has_the_longest_sending_and_all_advice(
+    link: ForeignLink, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, ".jsonl")
+    for manifest, seconds, text in zip(manifests, (1.0, 4.0), ("one", "two"), strict=True):
+        manifest |= {"sending_seconds": seconds, "advice": [{"text": "both"}, {"text": text}]}
+    whole = merge(manifests, str(tmp_path / "merged.jsonl"))
+    assert (whole["sending_seconds"], whole["rows_per_second"]) == (4.0, 0.5)
+    assert [each["text"] for each in whole["advice"]] == ["both", "one", "two"]
+
+
 def test_manifests_of_before_a_field_are_merged(link: ForeignLink, tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     manifests = run_shards(link, tmp_path, write_rows(tmp_path / "in.jsonl", rows), 2, ".jsonl")
