@@ -300,7 +300,7 @@ class Sender(threading.Thread):
             else:
                 stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply, kind)
-        self._refusals.settle(stats.limit, stats.in_flight)
+        self._refusals.settle(stats.limit, stats.in_flight, time.monotonic())
 
     def _settle_rest(self, client: Client) -> None:
         """At an end: what has come whole is kept, and the watch, which knows, is told of no trouble."""
@@ -422,7 +422,6 @@ class Sender(threading.Thread):
             gap = self._paused and time.monotonic() > self._paused_at + GAP
             for row, reply in self._resume(gap=gap):
                 self._try_again(row, reply)
-            self._refusals.settle(self.stats.limit, self.stats.in_flight)
         elif isinstance(command, Lost):
             self._give_up(command.reason)
         elif isinstance(command, Connect):

@@ -8,7 +8,14 @@ import random
 
 import pytest
 
-from airflow_provider_vllm.batch.refusals import LONGEST, LONGEST_ASKED, PROBE_S, Refusals, pause
+from airflow_provider_vllm.batch.refusals import (
+    LONGEST,
+    LONGEST_ASKED,
+    PROBE_S,
+    SETTLED_S,
+    Refusals,
+    pause,
+)
 from airflow_provider_vllm.batch.row import Row
 
 
@@ -28,6 +35,7 @@ class World:
 
     def __init__(self, limit: int, seconds: float = 1.0, capacity: float = math.inf) -> None:
         self.limit, self.seconds, self.capacity = limit, seconds, capacity
+        self.step, self.chunk = 0.1, limit  # refusals that come back in a step
         self.refusals, self.chance = Refusals(1.0), random.Random(1)
         self.now = 1000.0
         self.new, self.held = 0, 0
@@ -42,7 +50,7 @@ class World:
     def run(self, seconds: float) -> World:
         until = self.now + seconds
         while self.now < until:
-            self.now += 0.1
+            self.now += self.step
             self._settle()
             self._fill()
         return self
@@ -55,14 +63,14 @@ class World:
         if done:
             self.answered += len(done)
             self.refusals.answered(len(done), held, sum(row.refusals for row in done))
-        for row in self.refused:
+        come, self.refused = self.refused[: self.chunk], self.refused[self.chunk :]
+        for row in come:
             self.held -= 1
             self.refusals.refused(row, self.now)
             seconds = pause(row, 0.0, alone=not self.held, jitter=self.chance.random())
             heapq.heappush(self.pausing, (self.now + seconds, row.number, row))
-        self.refused_in_all += len(self.refused)
-        self.refused = []
-        self.refusals.settle(self.limit, self.held)
+        self.refused_in_all += len(come)
+        self.refusals.settle(self.limit, self.held, self.now)
 
     def _fill(self) -> None:
         due = [row for at, _, row in self.pausing if at <= self.now]
@@ -98,12 +106,18 @@ def test_a_server_of_fixed_capacity_is_kept_full_and_not_stormed(capacity: int, 
     assert (world.refused_in_all > 0) is (limit > capacity)
 
 
-@pytest.mark.parametrize(("part", "kept"), [(0.05, 0.9), (0.3, 0.6)])
-def test_refusals_whatever_the_load_do_not_slow_it_down(part: float, kept: float) -> None:
+@pytest.mark.parametrize(("part", "kept"), [(0.05, 0.9), (0.3, 0.5)])
+@pytest.mark.parametrize("seconds", [0.2, 1.0])
+def test_refusals_whatever_the_load_do_not_slow_it_down(
+    part: float, kept: float, seconds: float
+) -> None:
     """One busy replica of three, for one."""
-    world = World(64)
+    world = World(64, seconds)
+    world.step = 0.02
     world.is_refused = lambda number: world.chance.random() < part  # type: ignore[method-assign]
-    assert world.run(120).answered > kept * 64 * 100
+    whole = World(64, seconds)
+    whole.step = 0.02
+    assert world.run(60).answered > kept * whole.run(60).answered
 
 
 @pytest.mark.parametrize("seconds", [1.0, 30.0])
@@ -133,10 +147,14 @@ def test_a_row_that_takes_long_holds_up_no_other() -> None:
 def test_a_storm_is_soon_forgotten() -> None:
     """One that refuses everything for a while says nothing of how many it takes."""
     world = World(256, seconds=5.0)
+    world.step, world.chunk = (
+        0.02,
+        40,
+    )  # its words come one after the other, and some rows seem to be held
     began = world.now
     world.is_refused = lambda number: world.now < began + 30  # type: ignore[method-assign]
     assert world.run(29).answered == 0
-    assert len(world.run(16).answers) > 250
+    assert len(world.run(17).answers) > 250
     assert world.refused_in_all < 256 * 12
 
 
@@ -144,7 +162,10 @@ def test_what_is_not_used_does_not_grow() -> None:
     """At the end of the input few rows are in flight, and none is refused."""
     refusals = Refusals(1.0)
     refusals.refused(a_row(), 1000.0)
-    refusals.settle(64, 20)
+    refusals.settle(64, 20, 1000.0)
+    assert refusals.size == math.inf, "more may come"
+    assert refusals.most(64, 20, 0, 1000.1) == (63, False)
+    refusals.settle(64, 20, 1000.0 + SETTLED_S)
     assert refusals.size == 63
     for _ in range(100):
         refusals.answered(1, 20)
@@ -158,13 +179,16 @@ def test_what_a_server_holds_it_may_hold() -> None:
     refusals = Refusals(1.0)
     for number in range(1000):
         refusals.refused(a_row(number), 1000.0)
-    refusals.settle(1024, 200)
+    for in_flight, later in ((500, 0.1), (200, SETTLED_S), (210, SETTLED_S)):
+        refusals.settle(1024, in_flight, 1000.0 + later)
     assert refusals.size == 200
 
 
 def test_where_nothing_is_answered_pausing_rows_keep_their_places() -> None:
     refusals, row = Refusals(5.0), a_row()
     assert refusals.refused(row, 10.0) == 0.0
+    refusals.settle(8, 0, 10.0)
+    refusals.settle(8, 0, 10.0 + SETTLED_S)
     assert refusals.most(8, 0, 3, 10.1) == (5, False)
     assert refusals.most(8, 0, 8, 10.1) == (0, False)
     assert refusals.most(8, 0, 8, 10.0 + PROBE_S) == (1, True), "the next one may be taken"
@@ -191,8 +215,17 @@ def test_patience_is_with_the_row_or_with_a_server_that_refuses_all() -> None:
 def test_a_pause_grows_and_is_at_least_what_the_server_asks_for(tries: int, asked: float) -> None:
     row = a_row()
     row.refusals = tries
-    shortest, longest = (pause(row, asked, alone=True, jitter=jitter) for jitter in (0.0, 0.999))
+    shortest, longest = (pause(row, asked, alone=False, jitter=jitter) for jitter in (0.0, 0.999))
     assert 0.2 < shortest <= longest <= LONGEST_ASKED
     assert longest >= min(LONGEST, 0.4 * tries)
     if not math.isnan(asked):
         assert shortest >= min(asked, LONGEST_ASKED)
+
+
+def test_a_row_that_is_left_alone_does_not_pay_for_the_crowd() -> None:
+    row = a_row()
+    row.refusals = 20
+    seconds = [pause(row, 0.0, alone=True, jitter=0.5) for _ in range(12)]
+    assert seconds[0] == 0.5
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == LONGEST
