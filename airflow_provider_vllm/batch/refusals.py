@@ -13,7 +13,8 @@ import math
 
 from airflow_provider_vllm.batch.row import Row
 
-GROWTH = 0.5  # by each answer
+GROWTH = 0.5  # by each answer, where so large a part is in flight
+USED = 0.8
 # So many refusals more than a usual row's say nothing of the load.
 USUAL, TIMES_USUAL = 3, 4
 MANY = 1 << 30
@@ -39,8 +40,8 @@ class Refusals:
     def answered(self, rows: int, held: int, refusals: int = 0) -> None:
         """So many of `held` rows, which had been refused so often before."""
         self._since, self._has_answered = 0.0, True
-        # What is not used is not known to be good for more.
-        self.size = max(self.size, min(self.size, held + self._told) + rows * GROWTH)
+        if held + self._told + 1 >= USED * self.size:  # else it is not known to be good for more
+            self.size += rows * GROWTH
         if rows:
             self._usual += (refusals / rows - self._usual) * min(1.0, rows / MEMORY)
 

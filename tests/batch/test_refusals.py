@@ -174,6 +174,20 @@ def test_what_is_not_used_does_not_grow() -> None:
     assert refusals.size == 65
 
 
+@pytest.mark.parametrize("limit", [2, 4, 64])
+def test_from_one_on_it_grows_again(limit: int) -> None:
+    refusals = Refusals(1.0)
+    for number in range(limit):
+        refusals.refused(a_row(number), 1000.0)
+    refusals.settle(limit, 1, 1000.0)
+    refusals.settle(limit, 1, 1000.0 + SETTLED_S)
+    assert refusals.size == 1
+    for _ in range(4 * limit):
+        held, _ = refusals.most(limit, 0, 0, 1001.0)
+        refusals.answered(held, held)
+    assert refusals.most(limit, 0, 0, 1001.0) == (limit, False)
+
+
 def test_what_a_server_holds_it_may_hold() -> None:
     """However many it refused beside."""
     refusals = Refusals(1.0)
