@@ -14,8 +14,9 @@ from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.columns import check_columns
 from airflow_provider_vllm.batch.extent import Extent, measure
 from airflow_provider_vllm.batch.journal import Journal, Meta
+from airflow_provider_vllm.batch.needs import lacks
 from airflow_provider_vllm.batch.remote import journal_at
-from airflow_provider_vllm.batch.rows import RowMaker, lacks
+from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.schema import checker
 from airflow_provider_vllm.batch.source import Damaged, Source
 from airflow_provider_vllm.batch.sources import (

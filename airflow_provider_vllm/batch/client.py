@@ -96,10 +96,6 @@ class Client:
         self._unsent: list[Reply] = []
         self._trickles = False
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._busy) + len(self._unsent)
-
     def send(self, url: str, body: bytes, tag: Any) -> None:
         """Start a POST; `tag` comes back with its reply."""
         try:

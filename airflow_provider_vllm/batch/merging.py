@@ -239,11 +239,8 @@ def _join_parquet(parts: list[Part], out: Any, to_path: ToPath) -> None:
     from pyarrow import parquet
 
     sources = tuple(_source(part, to_path, "parquet") for part in parts)
-    try:
-        schema = parquet_schema(sources)
-    except InvalidPrompts:
-        schema = common_schema(sources)
-    try:
+
+    def write(schema: Any) -> None:
         with parquet.ParquetWriter(out, schema) as writer:
             for part, source in zip(parts, sources, strict=True):
                 count = 0
@@ -252,6 +249,18 @@ def _join_parquet(parts: list[Part], out: Any, to_path: ToPath) -> None:
                     writer.write_table(table)
                     count += table.num_rows
                 _check_count(part, count)
+
+    try:
+        schema = parquet_schema(sources)
+    except InvalidPrompts:
+        schema = common_schema(sources)
+    try:
+        try:
+            write(schema)
+        except pyarrow.ArrowException:  # an integer that no float holds
+            out.seek(0)
+            out.truncate()
+            write(common_schema(sources, numbers_as_text=True))
     except pyarrow.ArrowException as error:
         raise InvalidInput(
             f"merge: the shards have columns of types that no one column can hold: {error}; "

@@ -95,7 +95,7 @@ def _dicts(batch: Any) -> list[dict[str, Any] | RecordError]:
         whole: list[dict[str, Any] | RecordError] = batch.to_pylist()
         return whole
     except (ArrowException, ValueError, OverflowError):
-        columns = [_cells(column) for column in batch.columns]
+        columns = [values_of(column) for column in batch.columns]
     names = batch.schema.names
     rows = [dict(zip(names, cells, strict=True)) for cells in zip(*columns, strict=True)]
     return [_checked(row) for row in rows]
@@ -112,7 +112,8 @@ def _checked(row: dict[str, Any]) -> dict[str, Any] | RecordError:
     return row
 
 
-def _cells(column: Any) -> list[Any]:
+def values_of(column: Any) -> list[Any]:
+    """The values of an Arrow column, as text those that Python cannot hold."""
     import pyarrow
 
     try:

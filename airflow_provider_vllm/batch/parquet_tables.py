@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from airflow_provider_vllm.batch.parquet_rows import ROWS, Damage, parquet_file, parquet_parts
+from airflow_provider_vllm.batch.parquet_rows import (
+    ROWS,
+    Damage,
+    parquet_file,
+    parquet_parts,
+    values_of,
+)
 from airflow_provider_vllm.batch.source import Source
+from airflow_provider_vllm.batch.texts import text_of
 from airflow_provider_vllm.exceptions import InvalidPrompts
 
 
@@ -30,23 +37,38 @@ def nullable(schema: Any) -> Any:
 
 def parquet_schema(sources: tuple[Source, ...]) -> Any:
     """The columns of all files. Raises InvalidPrompts where a column has several types."""
-    pa = pyarrow_for_output()
-    schema: Any = None
-    for source in sources:
-        with source.open() as raw, parquet_file(source, raw) as file:
-            own = file.schema_arrow
-        try:
-            schema = own if schema is None else pa.unify_schemas([nullable(schema), nullable(own)])
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            raise InvalidPrompts(
-                f"input_path {source.name} has other types than {sources[0].name}, which one Parquet output cannot "
-                f"hold: {error}; make them equal, or name the output .jsonl"
-            ) from error
+    (_, schema), *others = runs_of_equal_types(sources)
+    if others:
+        (source, *_), _ = others[0]
+        raise InvalidPrompts(
+            f"input_path {source.name} has other types than {sources[0].name}, which one Parquet output cannot "
+            "hold; make them equal, or name the output .jsonl"
+        )
     return schema
 
 
-def common_schema(sources: tuple[Source, ...]) -> Any:
-    """Every column of any file: its one type, a number for numbers, else text.
+def runs_of_equal_types(sources: tuple[Source, ...]) -> list[tuple[list[Source], Any]]:
+    """Files one after the other whose columns have one type each, and the schema that they share."""
+    pa = pyarrow_for_output()
+    runs: list[tuple[list[Source], Any]] = []
+    for source in sources:
+        with source.open() as raw, parquet_file(source, raw) as file:
+            own = file.schema_arrow
+        if runs:
+            alike, schema = runs[-1]
+            try:
+                both = pa.unify_schemas([nullable(schema), nullable(own)])
+            except (pa.ArrowException, ValueError, TypeError):
+                pass
+            else:
+                runs[-1] = ([*alike, source], both)
+                continue
+        runs.append(([source], own))
+    return runs
+
+
+def common_schema(sources: tuple[Source, ...], *, numbers_as_text: bool = False) -> Any:
+    """Every column of any file: its one type, a float for several kinds of numbers, else text.
 
     Which type a column has can depend on the rows of a shard: without a value it is text there.
     """
@@ -63,7 +85,7 @@ def common_schema(sources: tuple[Source, ...]) -> Any:
     def one(found: list[Any]) -> Any:
         if len(found) == 1:
             return found[0]
-        is_number = bool(found) and all(each in numbers for each in found)
+        is_number = found and all(each in numbers for each in found) and not numbers_as_text
         return pa.float64() if is_number else pa.string()
 
     return pa.schema([(name, one(found)) for name, found in types.items()])
@@ -97,9 +119,20 @@ def parquet_tables(
                 yield schema.empty_table().take(pa.nulls(batch.rows, pa.int64()))
                 continue
             columns = [
-                batch.column(field.name).cast(field.type)
+                _as_type(pa, batch.column(field.name), field.type)
                 if field.name in batch.schema.names
                 else pa.nulls(batch.num_rows, field.type)
                 for field in schema
             ]
             yield pa.Table.from_arrays(columns, schema=schema)
+
+
+def _as_type(pa: Any, column: Any, wanted: Any) -> Any:
+    """Text of other values is that of any output; Arrow's own drops the `.0` of a float, for one."""
+    if (
+        wanted != pa.string()
+        or pa.types.is_string(column.type)
+        or pa.types.is_large_string(column.type)
+    ):
+        return column.cast(wanted)
+    return pa.array([text_of(value) for value in values_of(column)], wanted)

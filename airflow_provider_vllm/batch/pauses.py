@@ -51,6 +51,14 @@ class Pauses:
             self._end_first(self._guessed)
         return bool(self._due)
 
+    def end_refused(self) -> None:
+        """Let all rows go that were refused, however long they were told to wait: another server has come."""
+        for heap in (self._told, self._guessed):
+            self._due.extend(row for _, _, row, refused in sorted(heap) if refused)
+            heap[:] = [each for each in heap if not each[3]]
+            heapq.heapify(heap)
+        self.refused = 0
+
     def _end_first(self, heap: list[tuple[float, int, Row, bool]]) -> None:
         _, _, row, refused = heapq.heappop(heap)
         self.refused -= refused

@@ -14,7 +14,11 @@ from typing import Any
 
 from airflow_provider_vllm.batch.csv_rows import CsvWriter, csv_rows
 from airflow_provider_vllm.batch.parquet_rows import BATCH, Damage
-from airflow_provider_vllm.batch.parquet_tables import nullable, parquet_schema, parquet_tables
+from airflow_provider_vllm.batch.parquet_tables import (
+    nullable,
+    parquet_tables,
+    runs_of_equal_types,
+)
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.sources import BLANK, BOM, column_names, csv_header
 from airflow_provider_vllm.exceptions import InvalidPrompts
@@ -133,40 +137,57 @@ def csv_line(cells: list[str]) -> bytes:
 
 
 def _parquet_pieces(sources: tuple[Source, ...], quota: int) -> Iterator[Piece]:
+    """With a border where a file has other types than those before it."""
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
-    schema = nullable(parquet_schema(sources))
-    tables = parquet_tables(pyarrow, sources, schema, _warn_of_damage)
-    rest = schema.empty_table()
+    stream = _parquet_stream(pyarrow, sources)
+    rest: tuple[Any, Any] | None = None  # a schema, and a table of it
+
+    def has_more() -> bool:
+        nonlocal rest
+        rest = rest or next(stream, None)
+        return rest is not None
 
     def take(most: int) -> Any:
-        """The next rows, up to so many; none at the end."""
         nonlocal rest
-        if not rest.num_rows:
-            rest = next((table for table in tables if table.num_rows), rest)
-        taken, rest = rest.slice(0, most), rest.slice(most)
-        return taken
+        assert rest is not None
+        schema, table = rest
+        rest = (schema, table.slice(most)) if table.num_rows > most else None
+        return table.slice(0, most)
 
-    def piece(table: Any) -> Blocks:
-        sink, left = _Sink(), quota - table.num_rows
-        with parquet.ParquetWriter(sink, schema) as writer:
-            held = [table]
-            while left and (table := take(left)).num_rows:
-                left -= table.num_rows
-                held.append(table)
-                if sum(each.nbytes for each in held) >= BATCH:
+    def piece() -> Blocks:
+        left = quota
+        while left and has_more():
+            if left < quota:
+                yield BORDER
+            assert rest is not None
+            schema, sink, held = rest[0], _Sink(), []
+            with parquet.ParquetWriter(sink, schema) as writer:
+                while left and has_more() and rest[0] is schema:
+                    held.append(take(left))
+                    left -= held[-1].num_rows
+                    if sum(each.nbytes for each in held) >= BATCH:
+                        writer.write_table(pyarrow.concat_tables(held))
+                        held.clear()
+                        yield sink.taken()
+                if held:
                     writer.write_table(pyarrow.concat_tables(held))
-                    held.clear()
-                    yield sink.taken()
-            if held:
-                writer.write_table(pyarrow.concat_tables(held))
-        yield sink.taken()
+            yield sink.taken()
 
     first = 0
-    while (table := take(quota)).num_rows:
-        yield first, piece(table)
+    while has_more():
+        yield first, piece()
         first += quota
+
+
+def _parquet_stream(pyarrow: Any, sources: tuple[Source, ...]) -> Iterator[tuple[Any, Any]]:
+    """A schema and a table of it, again and again; files with the same types share a schema."""
+    for alike, schema in runs_of_equal_types(sources):
+        shared = nullable(schema)
+        for table in parquet_tables(pyarrow, tuple(alike), shared, _warn_of_damage):
+            if table.num_rows:
+                yield shared, table
 
 
 def _warn_of_damage(source: Source, damage: Damage) -> None:

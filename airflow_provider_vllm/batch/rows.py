@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from binascii import hexlify
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from hashlib import blake2b
 from typing import Any
@@ -32,6 +32,7 @@ from airflow_provider_vllm.batch.api import (
 )
 from airflow_provider_vllm.batch.compact import IntSet
 from airflow_provider_vllm.batch.exact import loads
+from airflow_provider_vllm.batch.needs import lacks, prompt_columns
 from airflow_provider_vllm.batch.parameters import Spelling
 from airflow_provider_vllm.batch.plain_rows import plain_row
 from airflow_provider_vllm.batch.row import BadRow, Row
@@ -43,7 +44,6 @@ from airflow_provider_vllm.batch.values import is_empty, is_finite, is_utf8
 
 # What objects of a list that are no JSON raise where they are looked at: one row's matter, too.
 ODD = (TypeError, ValueError, ArithmeticError, RecursionError)
-PROMPT_COLUMNS = ("prompt", "messages", "text", "input")
 URL_MARKS = {url: b"\0" + url.encode() + b"\0" for url in URLS}
 
 
@@ -76,7 +76,7 @@ class RowMaker:
         self._offset = spec.row_offset
         self._changes = bool(spec.params or spec.system_prompt is not None or self._schema)
         self._pack = pack
-        self._names = _prompt_columns(spec)
+        self._names = prompt_columns(spec)
         self._spelling = spelling
         self._roles = ROLES.union(spec.extra_roles)
         self._from_file = spec.prompts is None
@@ -345,27 +345,14 @@ class RowMaker:
             body.setdefault("text", {"format": wanted})
 
 
-def _prompt_columns(spec: BatchSpec) -> tuple[str, ...]:
-    return (spec.prompt_column,) if spec.prompt_column else PROMPT_COLUMNS
-
-
-def lacks(spec: BatchSpec, columns: Collection[str]) -> str | None:
-    """What a row of these columns lacks to make a request of a spec; None: nothing."""
-    if (pairs := PAIR_FIELDS.get(spec.endpoint)) is not None:
-        if any(all(name in columns for name in group) for group in pairs):
-            return None
-        return f"needs the columns {' or '.join(' and '.join(group) for group in pairs)}"
-    if spec.prompt_template:
-        missing = [name for name in Template(spec.prompt_template).names if name not in columns]
-        return f"no column {' and '.join(missing)}, which prompt_template has" if missing else None
-    names = _prompt_columns(spec)
-    if any(name in columns for name in names):
-        return None
-    return f"no column {' or '.join(names)}; set prompt_column or prompt_template"
-
-
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
-    hint = "; there is no comma after a row" if line.endswith(b",") else ""
+    at = line.decode("utf-8", "replace")[error.pos :]
+    if line.endswith(b","):
+        hint = "; there is no comma after a row"
+    elif at.startswith(("NaN", "Infinity", "-Infinity")):
+        hint = "; NaN and Infinity are no JSON, write null"
+    else:
+        hint = ""
     return f"not JSON: {error.msg} at character {error.pos + 1}{hint}"
 
 

@@ -426,6 +426,7 @@ class Sender(threading.Thread):
             self._give_up(command.reason)
         elif isinstance(command, Connect):
             self._client = self._connect(command.endpoint)
+            self._waiting.pauses.end_refused()
             self._healthy_until = 0.0
             self._resume(gap=True)
 

@@ -406,6 +406,15 @@ def test_a_number_as_custom_id(custom_id: Any, name: str) -> None:
     assert made.custom_id == name
 
 
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_has_not_is_told_of(word: str) -> None:
+    """As json.dumps writes a missing one."""
+    line = f'{{"prompt": "é", "x": {word}}}'.encode()
+    (made,) = RowMaker(BatchSpec(prompts=["a"]), "m").make([("in.jsonl", 1, line)])
+    assert isinstance(made, BadRow)
+    assert made.message.endswith("NaN and Infinity are no JSON, write null")
+
+
 def test_the_column_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"prompt,n\na,caf\xe9\n")
     one = spec(tmp_path / "a.csv")

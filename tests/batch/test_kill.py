@@ -406,6 +406,17 @@ def test_a_freeze_is_noticed_before_every_row_has_timed_out(
     assert manifest.server_losses == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "health_is", "lost"), [(503, 200, False), (503, 503, True), (500, 200, True)]
+)
+def test_a_probe_that_a_busy_server_refuses_is_no_loss(
+    server: ThreadedEndpoint, status: int, health_is: int, lost: bool
+) -> None:
+    server.behaviour.status, server.behaviour.health = status, health_is
+    said = health.probe(Endpoint(server.base_url, "tiny"), EMBEDDINGS, "tiny", 5.0)
+    assert (said is not None) is lost
+
+
 def test_the_probe_asks_where_the_rows_go(
     server: ThreadedEndpoint,
     link: ForeignLink,

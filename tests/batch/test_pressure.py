@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from airflow_provider_vllm.batch import tuning, waiting
+from airflow_provider_vllm.batch.api import CHAT
+from airflow_provider_vllm.batch.pauses import Pauses
+from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.spec import BatchSpec
 from tests.batch.helpers import ForeignLink, read_rows, run, until
 from tests.fakes.endpoint import ThreadedEndpoint
@@ -108,6 +111,22 @@ def test_a_server_that_says_how_long_to_wait_is_not_asked_before(
     manifest = run(spec, link, tmp_path).manifest
     assert manifest.outcomes == {"ok": 24}
     assert manifest.retries <= 24 * manifest.seconds / 2
+
+
+def test_what_a_lost_server_asked_for_is_not_owed_to_the_next() -> None:
+    pauses = Pauses()
+    rows = [Row(number, "a", CHAT, b"{}", b"0" * 16) for number in range(4)]
+    pauses.put(rows[0], 1e9, refused=True)
+    pauses.put(rows[1], 2e9, refused=True, guessed=True)
+    pauses.put(rows[2], 3e9)  # it failed by itself
+    pauses.put(rows[3], 5e8, refused=True)
+    pauses.end_refused()
+    assert [row and row.number for row in (pauses.take() for _ in range(4))] == [3, 0, 1, None]
+    assert pauses.refused == 0
+    assert len(pauses) == 1
+    pauses.wake(3e9)
+    assert pauses.take() is rows[2]
+    assert pauses.bytes == 0
 
 
 @pytest.mark.parametrize("pack", [1, 4])

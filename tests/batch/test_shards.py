@@ -172,6 +172,33 @@ def test_parquet_files_with_other_columns_are_split(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("shards", "files"), [(1, [3]), (2, [2, 2]), (6, [1] * 6)])
+def test_parquet_files_with_other_types_are_split(
+    tmp_path: Path, shards: int, files: list[int]
+) -> None:
+    """A column of integers is one of floats in the part with a null, as pandas writes it."""
+    numbers: tuple[list[Any], ...] = ([1, 2], [3.0, None], [5, 6])
+    for name, values in zip("abc", numbers, strict=True):
+        table = pyarrow.table({"prompt": [f"{name}{value}" for value in values], "n": values})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    made = split(str(tmp_path / "?.parquet"), str(tmp_path / "work"), shards=shards)
+    paths = [
+        [each["input_path"]] if isinstance(each["input_path"], str) else each["input_path"]
+        for each in made
+    ]
+    assert [len(each) for each in paths] == files
+    read = [parquet.read_table(path) for each in paths for path in each]
+    assert [value for each in read for value in each.column("n").to_pylist()] == [
+        1,
+        2,
+        3.0,
+        None,
+        5,
+        6,
+    ]
+    assert [each["row_offset"] for each in made] == [6 // shards * index for index in range(shards)]
+
+
 @pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl"])
 def test_a_glob_that_takes_in_the_shards(tmp_path: Path, pattern: str) -> None:
     for name in ("a.jsonl", "b.jsonl"):
@@ -384,6 +411,27 @@ def test_the_types_of_columns_do_not_depend_on_the_shards(
     )
     assert merged.schema.types == expected.schema.types
     assert merged.to_pylist() == expected.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "values", [[2**53 + 1, 2, 2.5, 3.5], [1.0, 2.0, "a", "b"], [1, 2, True, [1]]]
+)
+def test_values_that_no_common_type_holds_are_the_text_of_the_unsplit_run(
+    link: ForeignLink, tmp_path: Path, values: list[Any]
+) -> None:
+    rows = [{"prompt": f"p{index}", "x": value} for index, value in enumerate(values)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    run(
+        BatchSpec(input_path=str(source), output_path=str(tmp_path / "whole.parquet")),
+        link,
+        tmp_path / "w",
+    )
+    merge(run_shards(link, tmp_path, source, 2, ".parquet"), str(tmp_path / "merged.parquet"))
+    merged, whole = (
+        parquet.read_table(tmp_path / f"{name}.parquet").column("x").to_pylist()
+        for name in ("merged", "whole")
+    )
+    assert merged == whole
 
 
 def test_csv_files_of_different_columns_are_named(tmp_path: Path) -> None:
