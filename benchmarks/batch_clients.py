@@ -89,7 +89,7 @@ def run_provider(job: Job, folder: Path) -> dict[str, Any]:
         def renew(self) -> None:
             pass
 
-        def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+        def recover(self, reason: str, *, by_row: bool = False, **_: object) -> Endpoint:
             raise AssertionError(reason)
 
     write_input(job, folder / "in.jsonl")

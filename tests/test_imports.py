@@ -64,6 +64,13 @@ def test_operators_sensors_and_policies_are_light(tmp_path: Path) -> None:
     assert not set(asked[0][1]) & set(HEAVY)
 
 
+def test_what_dag_files_use_besides_is_light(tmp_path: Path) -> None:
+    """A literal output schema is looked at while the file is read, and `split` and `merge` are called in its tasks."""
+    names = ["schema", "shards", "spec"]
+    pulled = ask(PULLED, [f"airflow_provider_vllm.batch.{name}" for name in names], tmp_path)
+    assert not set(pulled) & set(HEAVY)
+
+
 def test_the_package_itself_imports_nothing(tmp_path: Path) -> None:
     pulled = ask(PULLED, ["airflow_provider_vllm"], tmp_path)
     assert not set(pulled) & {*HEAVY, "airflow"}

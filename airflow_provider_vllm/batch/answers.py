@@ -8,7 +8,6 @@ key, not from a clock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import orjson
@@ -22,11 +21,9 @@ from airflow_provider_vllm.batch.api import (
     UNFINISHED_STATUS,
     answers_of,
 )
-from airflow_provider_vllm.batch.client import MISCONFIGURED, REFUSED, TIMED_OUT, TOO_LARGE, Reply
 from airflow_provider_vllm.batch.plain_answers import plain_answer
 from airflow_provider_vllm.batch.records import value_of
 from airflow_provider_vllm.batch.row import BadRow, Row
-from airflow_provider_vllm.exceptions import BatchFailed
 
 HEAD = (
     b'%b %d ok %d %d {"id":"vllm-%b","custom_id":%b,'
@@ -41,17 +38,6 @@ CUT_OFF_MARKS = (b'"length"', b'"max_output_tokens"')
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-class Kind(Enum):
-    """What a failed request means for its row."""
-
-    UNSENT = "never reached the server"
-    DOUBTFUL = "the server may be dead"
-    BUSY = "the server asks to wait"
-    TIMEOUT = "no answer in time"
-    REJECTED = "the request is wrong"
-    FATAL = "no request can work"
-
-
 class NotAnAnswer(Exception):
     """Status 200 with something else than an answer."""
 
@@ -64,23 +50,6 @@ class InvalidOutput(Exception):
     ) -> None:
         super().__init__(message)
         self.counts = (prompt_tokens, completion_tokens, cut_off)
-
-
-def classify(reply: Reply) -> Kind:
-    """Why a reply without status 200 came, as far as it alone can say."""
-    if reply.error:
-        if reply.error in REFUSED:
-            return Kind.UNSENT
-        if reply.error in MISCONFIGURED:
-            return Kind.FATAL
-        if reply.error == TOO_LARGE:
-            return Kind.REJECTED
-        return Kind.TIMEOUT if reply.error == TIMED_OUT else Kind.DOUBTFUL
-    if reply.status in (401, 403):
-        return Kind.FATAL
-    if reply.status in (408, 425, 429):
-        return Kind.BUSY
-    return Kind.REJECTED if 400 <= reply.status < 500 else Kind.DOUBTFUL
 
 
 def answer(
@@ -246,29 +215,6 @@ def bad_row_line(row: BadRow) -> bytes:
     return error_line(row, row.code, row.text)
 
 
-def server_message(reply: Reply) -> str:
-    """The server's own words, at most 500 characters."""
-    if reply.error:
-        return reply.message or f"connection error {reply.error}"
-    try:
-        body = orjson.loads(reply.body)
-        found = body.get("error", body)
-        text = found.get("message") if isinstance(found, dict) else found
-        text = text or body.get("detail") or reply.body.decode("utf-8", "replace")
-    except (orjson.JSONDecodeError, AttributeError):
-        text = reply.body.decode("utf-8", "replace")
-    return f"HTTP {reply.status}: {str(text)[:500]}"
-
-
 def clean(text: str) -> str:
     """Text that can be written as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def fatal(reply: Reply, message: str) -> BatchFailed:
-    """Why no request can work."""
-    if reply.error:
-        return BatchFailed(
-            f"the server cannot be spoken to: {message}; check its URL, certificate and proxy"
-        )
-    return BatchFailed(f"the server refuses the key: {message}; check the connection's password")

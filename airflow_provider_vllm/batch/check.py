@@ -183,8 +183,15 @@ def _same(one: Any, other: Any) -> bool:
 
 def meta_of(spec: BatchSpec, checked: Checked, fingerprint: str = "") -> Meta:
     """What the journal of this batch says of it."""
-    digest = checked.extent.digest
-    return Meta(fingerprint, digest, spec.output_path, spec.paths, checked.owner, checked.run)
+    return Meta(
+        fingerprint,
+        checked.extent.digest,
+        spec.output_path,
+        spec.paths,
+        checked.owner,
+        checked.run,
+        spec.errors_path,
+    )
 
 
 def check_journal(
@@ -220,13 +227,15 @@ def _check_owner(
 ) -> None:
     """Outputs or a journal that exist must be of this input, or of an earlier try of this batch."""
     meta = None if journal is None else check_journal(spec, checked, journal)
-    if spec.output_path is None or (meta is not None and meta.output_path == spec.output_path):
+    if spec.output_path is None:
         return
-    found = manifest_beside(spec, to_path)
-    if to_path(spec.output_path).exists():
+    found, errors_at = manifest_beside(spec, to_path), spec.errors_path
+    own_errors = {found.get("errors_path")}
+    if meta is not None and meta.output_path == spec.output_path:
+        own_errors.add(meta.errors_path)
+    elif to_path(spec.output_path).exists():
         _check_manifest(spec, checked, found)
-    errors_at = spec.errors_path
-    if errors_at and found.get("errors_path") != errors_at and _has_rows(errors_at, to_path):
+    if errors_at and errors_at not in own_errors and _has_rows(errors_at, to_path):
         raise InvalidPrompts(
             f"errors_path {errors_at} holds the error rows of another batch, which would be lost; leave it out "
             "(they go beside the output), name another file, or delete it"

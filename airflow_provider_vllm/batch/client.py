@@ -16,21 +16,19 @@ import resource
 import ssl
 import time
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import pycurl
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.reply import Fault, Reply
 from airflow_provider_vllm.exceptions import BatchFailed
 
 CONNECT_TIMEOUT = 20.0
 STEP = 0.1
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SELECTABLE = 900  # select() in libcurl's interface sees no descriptor above 1023
-REFUSED = frozenset(
-    {pycurl.E_COULDNT_CONNECT, pycurl.E_COULDNT_RESOLVE_HOST, pycurl.E_COULDNT_RESOLVE_PROXY}
-)
 URL, POSTFIELDS, RESPONSE_CODE = pycurl.URL, pycurl.POSTFIELDS, pycurl.RESPONSE_CODE
 BURST = 32  # replies at a time: few enough to stay in a processor's cache until they are written
 FEW = 4
@@ -39,33 +37,24 @@ FEW = 4
 GATHER = 0.001
 UNLIMITED = 1 << 20
 SPARE_FILES = 100
+OTHER_FILES = 50  # that are opened while a batch runs, and are no connection
 FILES_OF_A_REQUEST = 8  # its connection, and what libcurl wakes itself with
-TIMED_OUT = pycurl.E_OPERATION_TIMEDOUT
-TOO_LARGE = pycurl.E_FILESIZE_EXCEEDED
 MOST_ANSWER = 1 << 28  # bytes: one that has no end would take the memory of all
 HIDDEN = b"***"
-MISCONFIGURED = frozenset(
-    {
-        pycurl.E_URL_MALFORMAT,
-        pycurl.E_UNSUPPORTED_PROTOCOL,
-        pycurl.E_SSL_CACERT,
-        pycurl.E_PEER_FAILED_VERIFICATION,
-        pycurl.E_SSL_CACERT_BADFILE,
-        pycurl.E_SSL_CERTPROBLEM,
-    }
-)
+NUMBERS = {
+    pycurl.E_COULDNT_CONNECT: Fault.UNSENT,
+    pycurl.E_COULDNT_RESOLVE_HOST: Fault.UNSENT,
+    pycurl.E_COULDNT_RESOLVE_PROXY: Fault.UNSENT,
+    pycurl.E_OPERATION_TIMEDOUT: Fault.TIMED_OUT,
+    pycurl.E_FILESIZE_EXCEEDED: Fault.TOO_LARGE,
+    pycurl.E_URL_MALFORMAT: Fault.MISCONFIGURED,
+    pycurl.E_UNSUPPORTED_PROTOCOL: Fault.MISCONFIGURED,
+    pycurl.E_SSL_CACERT: Fault.MISCONFIGURED,
+    pycurl.E_PEER_FAILED_VERIFICATION: Fault.MISCONFIGURED,
+    pycurl.E_SSL_CACERT_BADFILE: Fault.MISCONFIGURED,
+    pycurl.E_SSL_CERTPROBLEM: Fault.MISCONFIGURED,
+}
 FAULTS = (pycurl.error, ValueError, MemoryError)  # what libcurl's interface raises
-
-
-class Reply(NamedTuple):
-    """The end of one request: `status` and `body`, or libcurl's `error` number (0: none) and `message`."""
-
-    tag: Any
-    status: int
-    body: bytes
-    error: int
-    message: str
-    retry_after: float
 
 
 class Transfer:
@@ -106,12 +95,12 @@ class Client:
                 transfer.url = url
             curl.setopt(POSTFIELDS, body)
         except FAULTS as error:
-            self._unsent.append(_fault(tag, error))
+            self._unsent.append(_refused(tag, error))
             return
         try:
             self._multi.add_handle(curl)
         except FAULTS as error:
-            self._unsent.append(_fault(tag, error, of_all=True))
+            self._unsent.append(Reply(tag, 0, fault=Fault.UNSENT, message=_said(error)))
             return
         transfer.tag = tag
         self._busy[curl] = transfer
@@ -127,7 +116,8 @@ class Client:
         try:
             self._move(0.0 if others else wait, good, others)
         except FAULTS as error:
-            others += [_fault(tag, error, of_all=True) for tag in self.abort()]
+            said = _said(error)
+            others += [Reply(tag, 0, fault=Fault.BROKEN, message=said) for tag in self.abort()]
             self._start_over()
         return good, others
 
@@ -178,21 +168,22 @@ class Client:
                 after = float(curl.getinfo(pycurl.RETRY_AFTER) or 0)
                 for secret in self._secrets:  # which a bad server or a proxy may name
                     body = body.replace(secret, HIDDEN)
-                others.append(Reply(transfer.tag, status, body, 0, "", after))
+                others.append(Reply(transfer.tag, status, body, retry_after=after))
             free(transfer)
         for curl, number, message in failed:
             remove(curl)
             transfer = end(curl)
             transfer.chunks.clear()
+            fault = NUMBERS.get(number, Fault.BROKEN)
             # libcurl sends again by itself when a kept connection was dead: what it says of the last
             # attempt is not what the server has seen.
-            if (number == TIMED_OUT) and not curl.getinfo(pycurl.REQUEST_SIZE):
-                number = pycurl.E_COULDNT_CONNECT
-            elif number in REFUSED and curl.getinfo(pycurl.REQUEST_SIZE):
-                number = pycurl.E_GOT_NOTHING
-            elif number == TOO_LARGE:
+            if fault is Fault.TIMED_OUT and not curl.getinfo(pycurl.REQUEST_SIZE):
+                fault = Fault.UNSENT
+            elif fault is Fault.UNSENT and curl.getinfo(pycurl.REQUEST_SIZE):
+                fault = Fault.BROKEN
+            elif fault is Fault.TOO_LARGE:
                 message = f"the answer has more than {MOST_ANSWER >> 20} MiB"
-            others.append(Reply(transfer.tag, 0, b"", number, message, 0.0))
+            others.append(Reply(transfer.tag, 0, fault=fault, message=message))
             free(transfer)
 
     def abort(self) -> list[Any]:
@@ -227,7 +218,7 @@ class Client:
             multi.setopt(pycurl.M_MAXCONNECTS, self._connections + 8)
         except FAULTS as error:
             raise BatchFailed(
-                f"no connection can be made: {_fault(None, error).message}; look at the limits of this process "
+                f"no connection can be made: {_said(error)}; look at the limits of this process "
                 "(ulimit -n, memory), and retry"
             ) from error
         return multi
@@ -252,17 +243,19 @@ def _secrets(key: str | None) -> tuple[bytes, ...]:
     return tuple(sorted(found, key=len, reverse=True))
 
 
-def _fault(tag: Any, error: BaseException, *, of_all: bool = False) -> Reply:
-    """The end of a request that libcurl refused. What is no text for it is the URL or the key of the endpoint.
-
-    The numbers of what is said `of_all` requests, by the multi interface, have other meanings.
-    """
-    numbered = isinstance(error, pycurl.error) and len(error.args) > 1 and not of_all
-    number = error.args[0] if numbered else 0
+def _refused(tag: Any, error: BaseException) -> Reply:
+    """The end of a request that libcurl did not take. What is no text for it is the URL or the key of the endpoint."""
+    number = error.args[0] if isinstance(error, pycurl.error) and error.args else None
+    fault = NUMBERS.get(number, Fault.UNSENT)
     if isinstance(error, ValueError):
-        number = pycurl.E_URL_MALFORMAT
+        fault = Fault.MISCONFIGURED
+    return Reply(tag, 0, fault=fault, message=_said(error))
+
+
+def _said(error: BaseException) -> str:
+    """What libcurl says; of its multi interface the numbers mean something else than of a single request."""
     text = str(error.args[-1] if isinstance(error, pycurl.error) and error.args else error)
-    return Reply(tag, 0, b"", number or pycurl.E_FAILED_INIT, text or repr(error), 0.0)
+    return text or repr(error)
 
 
 def new_handle(endpoint: Endpoint, timeout_ms: int) -> Any:
@@ -298,23 +291,30 @@ def request(
     try:
         return _request(endpoint, url, timeout, body)
     except FAULTS as error:  # no descriptor is free, for example
-        return 0, _fault(None, error).message.encode()
+        return 0, _said(error).encode()
 
 
 def most_connections() -> int:
-    """How many connections the limit of open files allows, with some left for everything else."""
+    """How many connections the limit of open files allows, with some left beside those that are open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return UNLIMITED if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_FILES)
+    spare = SPARE_FILES
+    with contextlib.suppress(OSError):
+        spare = max(spare, _open_files() + OTHER_FILES)
+    return UNLIMITED if soft == resource.RLIM_INFINITY else max(1, soft - spare)
 
 
 def out_of_files() -> bool:
     """Whether this process can open no connection: it could not tell a dead server from a living one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        used = len(os.listdir("/proc/self/fd"))
+        used = _open_files()
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return soft != resource.RLIM_INFINITY and used + FILES_OF_A_REQUEST > soft
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _request(endpoint: Endpoint, url: str, timeout: float, body: bytes | None) -> tuple[int, bytes]:
@@ -333,7 +333,8 @@ def _request(endpoint: Endpoint, url: str, timeout: float, body: bytes | None) -
                 return 0, str(failed[0][2]).encode()
             if ended:
                 return int(curl.getinfo(RESPONSE_CODE)), buffer.getvalue()
-            multi.select(STEP)
+            if not multi.select(STEP):
+                time.sleep(GATHER)  # it does not wait where it sees no descriptor
     finally:
         multi.close()
         curl.close()

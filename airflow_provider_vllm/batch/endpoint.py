@@ -7,6 +7,7 @@ the task owns, a server handle from another task, and an endpoint that somebody 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +32,10 @@ class Endpoint:
         return (self.model, self.fingerprint) == (other.model, other.fingerprint)
 
 
+# Asks a server for a sign of life that a frozen engine cannot give: None where it answers, else what it said.
+Probe = Callable[[Endpoint], str | None]
+
+
 class ServerLink(Protocol):
     """What the runner asks of the server's life. All methods may block; the runner calls them off its event loop."""
 
@@ -46,10 +51,11 @@ class ServerLink(Protocol):
         """Say that the batch moves, so that the server's lease is extended. Never raises for a lost server."""
         ...
 
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool, probe: Probe) -> Endpoint:
         """Called once for each loss: bring the server back (own: start it again; foreign: wait for it).
 
-        `by_row` says that a row which was alone in flight is to blame, not the server.
+        `by_row` says that a row which was alone in flight is to blame, not the server. One that is waited for is
+        back when `probe` says so: a frozen engine lists its models too.
 
         Raises ServerLost, with the diagnosis where there is one, when it can't be brought back, and
         NoFreeGpu, which ends the run of the batch with its rows kept.

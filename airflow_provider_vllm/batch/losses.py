@@ -41,6 +41,7 @@ class Losses:
         if row is self._waiting.alone:
             self._end_suspect(row, reason)
         elif row.deaths >= SUSPECT_DEATHS:
+            self._stats.retries += 1
             self._waiting.suspect(row)
         else:
             self._stats.retries += 1

@@ -11,6 +11,7 @@ import orjson
 class Meta:
     """`input` is the digest of the input, `inputs` its paths as given.
 
+    `errors_path` is where the error rows go, where the spec names it.
     `owner` is a name of the task's run that stays over its tries, where it has one; `run` that of the whole run
     that the task belongs to.
     """
@@ -21,6 +22,7 @@ class Meta:
     inputs: tuple[str, ...] = ()
     owner: str = ""
     run: str = ""
+    errors_path: str | None = None
 
     def to_json(self) -> bytes:
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2)
@@ -33,16 +35,18 @@ class Meta:
             raise ValueError(f"it holds a {type(found).__name__}, not an object")
         texts = {name: found.get(name, "") for name in ("fingerprint", "input", "owner", "run")}
         output, inputs = found.get("output_path"), found.get("inputs", [])
+        errors_at = found.get("errors_path")
         known = {"fingerprint", "input", "output_path"} <= found.keys()
         if not (
             known
             and all(isinstance(text, str) for text in texts.values())
             and (output is None or isinstance(output, str))
+            and (errors_at is None or isinstance(errors_at, str))
             and isinstance(inputs, list)
             and all(isinstance(path, str) for path in inputs)
         ):
             raise ValueError("its fields are not those of a batch")
-        return cls(output_path=output, inputs=tuple(inputs), **texts)
+        return cls(output_path=output, inputs=tuple(inputs), errors_path=errors_at, **texts)
 
     def may_be_taken_by(self, other: Meta) -> bool:
         """Whether `other` is the same batch again: of the same owner, or else of the same input paths.

@@ -12,7 +12,7 @@ import orjson
 
 from airflow_provider_vllm.batch.answers import NotAnAnswer, tokens_of
 from airflow_provider_vllm.batch.api import CHAT, COMPLETIONS, EMBEDDINGS, PROMPT_FIELDS
-from airflow_provider_vllm.batch.client import Reply
+from airflow_provider_vllm.batch.reply import Reply
 from airflow_provider_vllm.batch.row import Row
 
 CHAT_BATCH = "/v1/chat/completions/batch"

@@ -62,6 +62,11 @@ class Refusals:
             self._since, self._probe_at = now, now + PROBE_S
         return max(row.paused, now - self._since)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing else was refused at the same moment."""
+        return not self._told
+
     def settle(self, limit: int, in_flight: int, now: float) -> None:
         """To be called often: what is still in flight when all refusals of a moment have come, the server holds."""
         if not self._told:

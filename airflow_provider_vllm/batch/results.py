@@ -214,7 +214,7 @@ def read_answers(journal: Journal, rows: int) -> tuple[list[Any], list[dict[str,
             answers.append(answer_of(line["response"]["body"]))
         else:
             answers.append(None)
-            errors.append(_error_of(record, line))
+            errors.append(error_of(record.row, line, raw_text(record.outcome, line)))
     return answers, errors
 
 
@@ -225,18 +225,18 @@ def read_errors(journal: Journal, rows: int) -> list[dict[str, Any]]:
         for row in range(rows):
             position, good = journal.position(row) or (0, True)
             if not good:
-                record = reader.record(position)._replace(row=row)
-                found.append(_error_of(record, value_of(record.line)))
+                record = reader.record(position)
+                line = value_of(record.line)
+                found.append(error_of(row, line, raw_text(record.outcome, line)))
     finally:
         reader.close()
     return found
 
 
-def _error_of(record: Record, line: dict[str, Any]) -> dict[str, Any]:
-    error = {"row": record.row, "custom_id": line["custom_id"], **line["error"]}
-    if (text := raw_text(record.outcome, line)) is not None:
-        error["text"] = text
-    return error
+def error_of(row: int, line: dict[str, Any], text: Any = None) -> dict[str, Any]:
+    """An error row of a list of prompts: `row` from 0, its `line` in an errors file, what the model said."""
+    error = {"row": row, "custom_id": line["custom_id"], **line["error"]}
+    return error if text is None else {**error, "text": text}
 
 
 def raw_text(outcome: str, line: dict[str, Any]) -> Any:

@@ -100,7 +100,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Healthy:
-    """Command: the server answered, so doubtful rows failed on their own."""
+    """Command: the server lives, so rows that failed before this moment (monotonic seconds) failed on their own."""
+
+    before: float
 
 
 @dataclass(frozen=True)

@@ -344,7 +344,7 @@ def _output(spec: BatchSpec) -> None:
             "output_format openai is JSON lines; name the output .jsonl, or use columns"
         )
     if spec.suffix == ".parquet" and (
-        spec.form == "openai" or (spec.output_path or "").endswith(".gz")
+        spec.form == "openai" or (spec.output_path or "").lower().endswith(".gz")
     ):
         raise InvalidInput(
             "a Parquet output holds columns and is not gzipped; name the output .parquet"

@@ -148,9 +148,14 @@ def _without(moves: tuple[str, ...], *names: str) -> tuple[str, ...]:
 
 
 def _left(tuning: Tuning) -> tuple[str, ...]:
-    """The moves that were not judged yet. One of packs comes once, so it comes back where its trial is broken off."""
-    broken_off = tuning.trial is not None and tuning.trial.pack != tuning.setting.pack
-    return ("pack",) * broken_off + tuning.moves
+    """The moves that were not judged yet. What comes once, or only after a success, comes back where it broke off."""
+    setting, trial, moves = tuning.setting, tuning.trial, tuning.moves
+    if trial is None:
+        return moves
+    if trial.pack != setting.pack:
+        return ("pack", *moves)
+    doubled = trial.limit > setting.limit * 3 // 2
+    return ("double", *moves) if doubled else moves
 
 
 def _pressed(tuning: Tuning, sample: Sample) -> Tuning:

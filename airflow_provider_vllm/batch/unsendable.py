@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import orjson
+
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.answers import bad_row_line
 from airflow_provider_vllm.batch.check import Checked
@@ -34,7 +36,8 @@ class Found:
 def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPath) -> None:
     """Raises UnsendableRows where so many rows cannot be sent that the batch fails, whatever a server answers.
 
-    The message names the first of them, and the errors file where that holds all.
+    The message names the first of them, and the errors file where that holds all; of a list of prompts without an
+    output the error has those that were read.
     """
     total = checked.extent.rows
     try:
@@ -43,14 +46,18 @@ def refuse_hopeless(spec: BatchSpec, checked: Checked, model: str, to_path: ToPa
         return  # the sending comes to it too, and keeps what was answered until then
     if found.reason is None:
         return
-    errors_at = None
+    errors_at = errors = None
+    lines = [bad_row_line(row) for row in found.rows]
+    if spec.output_path is None:
+        pairs = zip(found.rows, lines, strict=True)
+        errors = [results.error_of(row.number, orjson.loads(line)) for row, line in pairs]
     if found.read == total and found.count == len(found.rows):
-        errors_at = results.write_error_lines(spec, map(bad_row_line, found.rows), to_path)
+        errors_at = results.write_error_lines(spec, lines, to_path)
     reason = f"{found.reason}: they cannot be sent, and so no server was asked"
     reasons = Reasons()
     for row in found.rows:
         reasons.add(row, row.code, row.message)
-    raise UnsendableRows("; ".join([*told(reason, reasons, errors_at), MEND]))
+    raise UnsendableRows("; ".join([*told(reason, reasons, errors_at), MEND]), errors=errors)
 
 
 def look(spec: BatchSpec, checked: Checked, model: str, total: int) -> Found:

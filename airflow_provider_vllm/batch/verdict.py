@@ -34,7 +34,7 @@ def reason_to_fail(
     rows = done if finished else total
     if not finished and done < EARLY_ROWS:
         return None
-    if errors > max_error_rate * rows:
+    if errors and errors / rows > max_error_rate:  # 0.29 * 100 is less than 29
         of = f"of {rows}" if finished else f"of the first {done} of {rows}"
         return f"{errors} {of} rows failed, more than max_error_rate={max_error_rate:g} allows"
     return None

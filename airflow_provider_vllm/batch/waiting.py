@@ -122,6 +122,13 @@ class Waiting:
             self.suspect(row)
         return row.deaths >= SUSPECT_DEATHS
 
+    def take_parcel(self, most: int) -> list[Row]:
+        """The next part of a failed pack, up to so many rows of it."""
+        parcel = self.parcels.popleft()
+        if len(parcel) > most:
+            self.parcels.appendleft(parcel[most:])
+        return parcel[:most]
+
     def give_back(self, row: Row) -> None:
         """Not sent after all: next time."""
         self._returned.appendleft(row)

@@ -165,13 +165,23 @@ class Watch:
         """Rows failed: the server is dead when one of a few looks says so (an engine's death shows 0.2 s late)."""
         if self._lost:
             return
+        began = time.monotonic()
         for look in range(HEALTH_LOOKS):
             if look:
                 time.sleep(HEALTH_PAUSE)
-            if (wrong := health.is_healthy(self._endpoint)) is not None and not self._starved():
+            began = time.monotonic()
+            wrong = health.is_healthy(self._endpoint)
+            if wrong is None:
+                continue
+            if self._starved():
+                break
+            if time.monotonic() - began > health.LOOK_TIMEOUT / 2:
+                began = time.monotonic()
+                wrong = self._fails_probe()  # its HTTP server may only be busy
+            if wrong is not None:
                 self._lose(f"{reason}; {wrong}")
                 return
-        self._sender.commands.append(Healthy())
+        self._sender.commands.append(Healthy(began - HEALTH_PAUSE))
 
     def _starved(self) -> bool:
         """Wait while this process can open no connection: that says nothing of the server."""
@@ -180,9 +190,13 @@ class Watch:
         self._log.warning(
             "This process can open no more files or connections (ulimit -n); waiting for some to be closed"
         )
-        deadline = time.monotonic() + self._spec.request_timeout
-        while out_of_files() and time.monotonic() < deadline:
+        now = time.monotonic()
+        deadline = now + self._spec.request_timeout
+        while out_of_files() and now < deadline:
             time.sleep(HEALTH_PAUSE)
+            if (now := time.monotonic()) >= self._next_report:
+                self._next_report = now + self._spec.progress_interval
+                self._report(now, self._sender.vitals)
         return True
 
     def _suspect_freeze(self, now: float) -> None:
@@ -194,19 +208,30 @@ class Watch:
         self._log.warning(
             "Nothing has moved for %.0f s with rows in flight; probing with one token", stalled
         )
-        model = self._spec.model or self._endpoint.model
-        wrong = health.probe(self._endpoint, self._sender.url, model, self._spec.probe_timeout)
+        wrong = self._fails_probe()
         if wrong is None:
-            self._log.info("The server answered the probe: the rows in flight are only slow")
+            self._log.info("The server answers: the rows in flight are only slow")
             self._movement = Movement(
                 time.monotonic(), self._sender.stats.done, self._movement.moved
             )
             return
-        if self._sender.stats.done != self._movement.done or self._starved():
-            return  # rows came back while the probe ran, or it could not be sent
-        self._lose(
-            f"no row and no counter moved for {stalled:.0f} s, and a one-token probe failed: {wrong}"
-        )
+        self._lose(f"no row and no counter moved for {stalled:.0f} s, and {wrong}")
+
+    def _fails_probe(self) -> str | None:
+        """What a one-token probe met; None where it, or a row meanwhile, was answered, or it could not be sent."""
+        done = self._sender.stats.done
+        wrong = self._probe(self._endpoint)
+        if wrong is None or self._sender.stats.done != done or self._starved():
+            return None
+        return f"a one-token probe failed: {wrong}"
+
+    def _probe(self, endpoint: Endpoint) -> str | None:
+        model = self._spec.model or endpoint.model
+        return health.probe(endpoint, self._sender.url, model, self._spec.probe_timeout)
+
+    def _wrong(self, endpoint: Endpoint) -> str | None:
+        """What a server that is waited for still lacks: it is lost again at once unless both are good."""
+        return health.is_healthy(endpoint) or self._probe(endpoint)
 
     def _lose(self, reason: str) -> None:
         self._lost = True
@@ -216,10 +241,13 @@ class Watch:
 
     def _recover(self, event: NeedServer) -> None:
         left, lost = self._sender.stats, self._endpoint
+        self._journal.sync()  # a start takes minutes
         self._say_in_flight(event.in_flight)
         self._log.info("Bringing the server back; %d rows are done, the others wait", left.done)
         try:
-            self._endpoint = self._link.recover(event.reason, by_row=event.by_row)
+            self._endpoint = self._link.recover(
+                event.reason, by_row=event.by_row, probe=self._wrong
+            )
         except NoFreeGpu:
             raise  # whoever called may wait for one, and come back for the rows that are left
         except ServerError as error:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from airflow_provider_vllm.batch.run import BatchResult
     from airflow_provider_vllm.batch.spec import BatchSpec
-    from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
+    from airflow_provider_vllm.server.foreign import ForeignEndpoint
+    from airflow_provider_vllm.server.links import OwnServer, SharedServer
 
 
 AnyPath = str | os.PathLike[str]
@@ -195,7 +196,8 @@ class VllmBatchOperator(TakesSpec, Interruptible, BaseOperator):
         return ServerSpec.of(ServerHandle.of(self.server).spec)
 
     def _link(self, context: Context) -> OwnServer | SharedServer | ForeignEndpoint:
-        from airflow_provider_vllm.server.links import ForeignEndpoint, OwnServer, SharedServer
+        from airflow_provider_vllm.server.foreign import ForeignEndpoint
+        from airflow_provider_vllm.server.links import OwnServer, SharedServer
 
         report: Callable[[str], None] = self.log.info
         if self.vllm_conn_id is not None:

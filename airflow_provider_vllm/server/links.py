@@ -1,8 +1,7 @@
-"""The three ways a batch gets its server, as `batch.endpoint.ServerLink`s.
+"""The two ways a batch gets a server of ours, as `batch.endpoint.ServerLink`s; the third way is `foreign`.
 
 - `OwnServer`: the task starts it, restarts it when it is lost, and ends with it.
 - `SharedServer`: another task started it; whoever finds it dead starts it again, once.
-- `ForeignEndpoint`: somebody else runs it; when it is lost there is only waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.endpoint import Endpoint, Probe
 from airflow_provider_vllm.exceptions import (
     InvalidHandle,
     ServerLost,
@@ -20,6 +19,7 @@ from airflow_provider_vllm.exceptions import (
 )
 from airflow_provider_vllm.server import readiness, state
 from airflow_provider_vllm.server.control import ControlClient, token_for
+from airflow_provider_vllm.server.foreign import FOREIGN_PATIENCE_S, wait_for
 from airflow_provider_vllm.server.handle import ServerHandle
 from airflow_provider_vllm.server.launch import LaunchOptions, handle_of
 from airflow_provider_vllm.server.restarts import Restarts
@@ -29,7 +29,6 @@ from airflow_provider_vllm.spec import ServerSpec
 
 # A server that a batch started again has no teardown that is sure to come.
 LEASE_AFTER_RESTART_S = 120.0
-FOREIGN_PATIENCE_S = 600.0
 
 
 class OwnServer:
@@ -70,7 +69,7 @@ class OwnServer:
             with contextlib.suppress(ServerUnreachable):
                 self._running.control.renew()
 
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool, probe: Probe) -> Endpoint:
         if not self._restarts.take(time.monotonic(), by_row=by_row):
             raise _lost(
                 self._running, f"{reason}; it was restarted as often as server_restarts allows"
@@ -158,12 +157,12 @@ class SharedServer:
             with contextlib.suppress(ServerUnreachable):
                 self._control.renew()
 
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool, probe: Probe) -> Endpoint:
         if not self._restarts.take(time.monotonic(), by_row=by_row):
             raise ServerLost(f"{reason}; it was restarted as often as server_restarts allows")
         if not self._handle.on_this_host:
             self._report(f"the server on {self._handle.host} was lost ({reason}); waiting for it")
-            return _wait_for(self._connect_remote, FOREIGN_PATIENCE_S, reason)
+            return wait_for(self._connect_remote, probe, FOREIGN_PATIENCE_S, reason)
         return self._connect_local(lost_nonce=self._nonce, reason=reason)
 
     def abandon(self) -> None:
@@ -267,54 +266,6 @@ def order_spec(directory: GenerationDir) -> ServerSpec | None:
         return None
 
 
-class ForeignEndpoint:
-    """An OpenAI-compatible server that somebody else runs."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        report: Callable[[str], None],
-        patience: float = FOREIGN_PATIENCE_S,
-    ) -> None:
-        self._endpoint, self._report, self._patience = endpoint, report, patience
-
-    @property
-    def connected(self) -> bool:
-        return True
-
-    def planned(self) -> Endpoint:
-        return self._endpoint
-
-    def connect(self) -> Endpoint:
-        return self._endpoint
-
-    def renew(self) -> None:
-        """Somebody else's server has no lease of ours."""
-
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
-        self._report(
-            f"{self._endpoint.base_url} was lost ({reason}); waiting up to {self._patience:g} s for it"
-        )
-        return _wait_for(self._look, self._patience, reason)
-
-    def abandon(self) -> None:
-        """Nothing of ours to end."""
-
-    def close(self) -> None:
-        """Nothing of ours to end."""
-
-    def _look(self) -> Endpoint:
-        from airflow_provider_vllm.batch.client import request
-
-        # As the batch itself sends: the same proxies, certificates and key.
-        status, body = request(self._endpoint, "/v1/models", 10)
-        if status == 200:
-            return self._endpoint
-        said = body[:200].decode(errors="replace") if status == 0 else f"HTTP {status}"
-        raise ServerLost(f"{self._endpoint.base_url} does not answer: {said}")
-
-
 def ask_to_stop(handle: ServerHandle, directory: GenerationDir) -> None:
     """Ask a start to end without waiting; falls back to a signal. Never raises."""
     import signal
@@ -384,19 +335,3 @@ def _lost(running: Running | None, reason: str) -> ServerLost:
     if isinstance(error, StartFailed):
         return ServerLost(text, diagnosis=error.diagnosis, report=error.report)
     return ServerLost(text)
-
-
-def _wait_for(look: Callable[[], Endpoint], patience: float, reason: str) -> Endpoint:
-    """Ask again with growing pauses. Raises ServerLost after `patience` seconds."""
-    deadline = time.monotonic() + patience
-    pause = 1.0
-    while True:
-        try:
-            return look()
-        except (ServerLost, ServerUnreachable) as exc:
-            if time.monotonic() + pause > deadline:
-                raise ServerLost(
-                    f"The server was lost ({reason}) and did not come back within {patience:g} s: {exc}"
-                ) from None
-        time.sleep(pause)
-        pause = min(pause * 2, 30.0)

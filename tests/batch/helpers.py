@@ -52,7 +52,7 @@ class ForeignLink:
     def renew(self) -> None:
         self.renewed += 1
 
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False, **_: object) -> Endpoint:
         self.losses.append(reason)
         self.on_recover()
         deadline = time.monotonic() + self.patience
@@ -85,7 +85,7 @@ class OwnLink(ForeignLink):
         assert self.process.stdout is not None
         self.process.stdout.close()
 
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False, **_: object) -> Endpoint:
         self.losses.append(reason)
         self.kill()
         if not self.restarts.take(time.monotonic(), by_row=by_row):

@@ -22,9 +22,9 @@ import pycurl
 import pytest
 from aiohttp import web
 
-from airflow_provider_vllm.batch.answers import Kind, classify
-from airflow_provider_vllm.batch.client import BURST, Client, Reply, most_connections, request
+from airflow_provider_vllm.batch.client import BURST, Client, most_connections, request
 from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.reply import Kind, Reply, classify
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
 from tests.batch.helpers import CHAT, ForeignLink, OwnLink, run, until
@@ -165,11 +165,13 @@ def test_time_outs(server: ThreadedEndpoint) -> None:
         (500, Kind.DOUBTFUL),
         (502, Kind.DOUBTFUL),
         (503, Kind.DOUBTFUL),
-        (302, Kind.DOUBTFUL),
+        (501, Kind.REJECTED),
+        (302, Kind.FATAL),
+        (308, Kind.FATAL),
     ],
 )
 def test_kinds_of_statuses(status: int, kind: Kind) -> None:
-    assert classify(Reply(None, status, b"", 0, "", 0.0)) is kind
+    assert classify(Reply(None, status)) is kind
 
 
 def certificate(folder: Path) -> Path:
@@ -328,11 +330,12 @@ def test_no_more_connections_than_files_may_be_open(
     used = len(os.listdir("/proc/self/fd"))
     with open_files(used + 200):
         most = most_connections()
-        assert most == used + 100
+        assert most == used + 200 - max(100, used + 50)
         with caplog.at_level(logging.WARNING):
             one = BatchSpec(prompts=["a"] * 10, concurrency=4000)
-            assert run(one, link, tmp_path).manifest.concurrency == most
-        assert f"{most} is used" in caplog.text
+            used_here = run(one, link, tmp_path).manifest.concurrency
+        assert most - 10 <= used_here <= most  # its journal is open, too
+        assert f"{used_here} is used" in caplog.text
     with open_files(90):
         assert most_connections() == 1
 
@@ -396,7 +399,8 @@ def test_what_libcurl_refuses_loses_no_request(server: ThreadedEndpoint, name: s
     good, others = poll_until_done(client, 8)
     assert broken.left == 0
     assert sorted([tag for tag, _ in good] + [reply.tag for reply in others]) == list(range(8))
-    assert {classify(reply) for reply in others} == {Kind.DOUBTFUL}
+    expected = Kind.UNSENT if name == "add_handle" else Kind.DOUBTFUL
+    assert {classify(reply) for reply in others} == {expected}
     assert "Out of memory" in others[0].message
     client.send(CHAT, BODY, "after")
     assert poll_until_done(client, 1)[0][0][0] == "after"

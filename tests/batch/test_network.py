@@ -11,7 +11,7 @@ import pytest
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.run import run_batch
 from airflow_provider_vllm.exceptions import BatchFailed
-from airflow_provider_vllm.server.links import ForeignEndpoint
+from airflow_provider_vllm.server.foreign import ForeignEndpoint
 from tests.batch.helpers import LOG, ForeignLink, run, until
 from tests.batch.matrix import ROWS, check, spec_of
 from tests.fakes.endpoint import ThreadedEndpoint

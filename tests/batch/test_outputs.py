@@ -10,7 +10,7 @@ import pytest
 
 from airflow_provider_vllm.batch.run import check_inputs, run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts
+from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts, TooManyErrors
 from tests.batch.helpers import LOG, ForeignLink, read_rows, run, write_rows
 
 GOOD = [{"prompt": "a"}, {"prompt": "b"}]
@@ -170,6 +170,38 @@ def test_two_batches_do_not_share_an_errors_file(link: ForeignLink, tmp_path: Pa
     with pytest.raises(InvalidPrompts, match="holds the error rows of another batch"):
         run_batch(other, link, journal_dir=f"{other.output_path}.journal", log=LOG)
     assert len(read_rows(tmp_path / "errors.jsonl")) == 1
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_clear_with_another_errors_path_takes_no_other_batch_s_file(
+    link: ForeignLink, tmp_path: Path, failed: bool
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [*GOOD, {"prompt": "[[status 400]]"}])
+
+    def go(output: str, errors: str) -> None:
+        spec = BatchSpec(
+            input_path=str(source),
+            output_path=str(tmp_path / output),
+            errors_path=str(tmp_path / errors),
+            max_error_rate=0 if failed else 1,
+        )
+        run_batch(spec, link, journal_dir=str(tmp_path / f"{output}.journal"), log=LOG)
+
+    def end(output: str, errors: str) -> None:
+        if failed:
+            with pytest.raises(TooManyErrors):
+                go(output, errors)
+        else:
+            go(output, errors)
+
+    end("one.jsonl", "one.errors.jsonl")
+    end("other.jsonl", "other.errors.jsonl")
+    theirs = (tmp_path / "other.errors.jsonl").read_bytes()
+    with pytest.raises(InvalidPrompts, match="holds the error rows of another batch"):
+        go("one.jsonl", "other.errors.jsonl")
+    assert (tmp_path / "other.errors.jsonl").read_bytes() == theirs
+    end("one.jsonl", "new.errors.jsonl")  # a new place is as good as the old one,
+    end("one.jsonl", "new.errors.jsonl")  # and its own from then on
 
 
 def test_the_errors_of_a_list_of_prompts_take_no_file_of_somebody_else(

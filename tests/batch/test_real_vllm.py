@@ -79,7 +79,7 @@ class RealLink(ForeignLink):
         assert kill(mine, timeout=10) == []
         self.process.wait()
 
-    def recover(self, reason: str, *, by_row: bool = False) -> Endpoint:
+    def recover(self, reason: str, *, by_row: bool = False, **_: object) -> Endpoint:
         self.losses.append(reason)
         self.end()
         self.endpoint = Endpoint(self._start(), "m", owned=True)

@@ -13,12 +13,13 @@ import pytest
 
 from airflow_provider_vllm.batch import waiting
 from airflow_provider_vllm.batch.ahead import Direct
-from airflow_provider_vllm.batch.client import Reply
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
+from airflow_provider_vllm.batch.replies import GAP
+from airflow_provider_vllm.batch.reply import Fault, Kind, Reply
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
-from airflow_provider_vllm.batch.sender import GAP, REFILL_S, Sender
+from airflow_provider_vllm.batch.sender import REFILL_S, Sender
 from airflow_provider_vllm.batch.signals import Connect, Ended, Healthy, NeedServer, Trouble
 from airflow_provider_vllm.batch.sources import Record
 from airflow_provider_vllm.batch.spec import BatchSpec
@@ -78,10 +79,11 @@ def test_only_a_long_pause_makes_the_tuner_forget(tmp_path: Path, pause: float, 
     """Stray failures pause the sending often and for moments; the climb would never get on."""
     sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [])
     sender._tuning = replace(sender._tuning, before=500.0)
-    sender._paused, sender._paused_at = True, time.monotonic() - pause
-    sender._obey(Healthy())
+    replies = sender._replies
+    replies.paused, replies._paused_at = True, time.monotonic() - pause
+    sender._obey(Healthy(time.monotonic()))
     assert (sender._tuning.before == 500.0) is kept
-    assert not sender._paused
+    assert not replies.paused
 
 
 class Losing:
@@ -106,7 +108,7 @@ def test_a_loss_is_told_once_whatever_else_had_failed(tmp_path: Path) -> None:
     (row,) = sender._waiting.take_new(1, True)
     assert isinstance(row, Row)
     sender.stats.in_flight = 1
-    sender._client = Losing(Reply(row, 500, b"", 0, "", 0.0))  # type: ignore[assignment]
+    sender._client = Losing(Reply(row, 500))  # type: ignore[assignment]
     sender._give_up("it died")
     assert isinstance(sender.events.get_nowait(), NeedServer)
     assert sender.events.empty()
@@ -145,15 +147,15 @@ def test_patience_with_refusals_is_with_one_server(tmp_path: Path, restarted: bo
     sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [("prompts", 1, "a")])
     (row,) = sender._waiting.take_new(1, True)
     assert isinstance(row, Row)
-    refusal = Reply(row, 503, b"", 0, "", 0.0)
-    sender._refused(row, "no room", refusal)
+    refusal = Reply(row, 503)
+    sender._replies._settle_bad(row, refusal, Kind.BUSY)
     assert row.refusals == 1 and not sender.stats.failed
     row.paused = 601
     if restarted:
         sender._obey(Connect(Endpoint("http://127.0.0.1:1", "tiny")))
-    sender._refused(row, "no room", refusal)
+    sender._replies._settle_bad(row, refusal, Kind.BUSY)
     assert sender.stats.failed == ({} if restarted else {"failed": 1})
-    expected = "" if restarted else "row-1: prompts, row 1: no room (for 601 s)"
+    expected = "" if restarted else "row-1: prompts, row 1: HTTP 503:  (for 601 s)"
     assert str(sender.stats.reasons) == expected
 
 
@@ -166,12 +168,12 @@ def test_where_every_row_is_refused_patience_is_with_the_server(
     sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
     first, second, other = sender._waiting.take_new(3, True)
     assert isinstance(first, Row) and isinstance(second, Row)
-    sender._refused(first, "no room", Reply(first, 429, b"", 0, "", 0.0))
-    sender._refusals._since = time.monotonic() - 601
+    sender._replies.settle([], [Reply(first, 429)])
+    sender._replies.refusals._since = time.monotonic() - 601
     if answered:
         sender.stats.in_flight = 1
-        sender._settle([(other, ANSWER)], [])
-    sender._refused(second, "no room", Reply(second, 429, b"", 0, "", 0.0))
+        sender._replies.settle([(other, ANSWER)], [])
+    sender._replies.settle([], [Reply(second, 429)])
     assert sender.stats.failed == ({} if answered else {"failed": 1})
 
 
@@ -220,7 +222,7 @@ def test_a_batch_that_has_failed_needs_no_server(tmp_path: Path) -> None:
     assert isinstance(row, Row) and isinstance(other, Row)
     sender._waiting.alone, sender.stats.in_flight = row, 1
     sender._waiting.put_back(other)
-    sender._client = Losing(Reply(row, 0, b"", 56, "reset", 0.0))  # type: ignore[assignment]
+    sender._client = Losing(Reply(row, 0, fault=Fault.BROKEN, message="reset"))  # type: ignore[assignment]
     sender._give_up("it died")
     assert isinstance(sender._ledger.verdict, TooManyErrors)
     assert sender.events.empty()
@@ -235,6 +237,106 @@ def test_a_pack_that_fails_is_one_failure(tmp_path: Path, replies: int, paused: 
     made = [row for row in sender._waiting.take_new(8, True) if isinstance(row, Row)]
     sender.stats.in_flight = 8
     packs = [made[:4], made[4:]][:replies]
-    sender._settle([], [Reply(pack, 500, b"", 0, "", 0.0) for pack in packs])
-    assert sender._paused is paused
+    sender._replies.settle([], [Reply(pack, 500) for pack in packs])
+    assert sender._replies.paused is paused
     assert isinstance(sender.events.get_nowait(), Trouble)
+
+
+def doubtful(sender: Sender, count: int) -> list[Row]:
+    """So many rows that a server which may be dead had."""
+    rows = [row for row in sender._waiting.take_new(count, True) if isinstance(row, Row)]
+    sender.stats.in_flight = len(rows)
+    for row in rows:
+        sender._replies.settle([], [Reply(row, 500)])
+    return rows
+
+
+def test_a_look_at_the_health_says_nothing_of_what_failed_after_it(tmp_path: Path) -> None:
+    """Else the rows of a server that dies at that moment would have failed on their own, and lost a try each."""
+    rows = [("prompts", number, "a") for number in (1, 2, 3)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
+    (first,) = doubtful(sender, 1)
+    looked_at = time.monotonic()
+    later = doubtful(sender, 2)
+    assert isinstance(sender.events.get_nowait(), Trouble)
+    sender._obey(Healthy(looked_at))
+    assert [row.attempts for row in (first, *later)] == [1, 0, 0]
+    assert isinstance(sender.events.get_nowait(), Trouble), "the others are asked about"
+    assert sender._replies.paused, "two in a row"
+    sender._obey(Healthy(time.monotonic()))
+    assert [row.attempts for row in later] == [1, 1]
+    assert sender.events.empty() and not sender._replies.paused
+
+
+@pytest.mark.parametrize(("answers", "paused"), [(30, False), (1, True)])
+def test_two_failures_among_many_answers_are_not_in_a_row(
+    tmp_path: Path, answers: int, paused: bool
+) -> None:
+    rows = [("prompts", number, "a") for number in range(1, 100)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"], pack=1), rows)
+    made = sender._waiting.take_new(answers + 2, True)
+    sender.stats.in_flight = len(made)
+    good = [(row, ANSWER) for row in made[2:]]
+    sender._replies.settle(good, [Reply(row, 500) for row in made[:2]])
+    assert sender._replies.paused is paused
+
+
+def test_the_last_of_many_that_are_refused_at_once_is_not_alone(tmp_path: Path) -> None:
+    """It would pay for the crowd, with the patience that is for a row which the server never takes."""
+    rows = [("prompts", number, "a") for number in (1, 2, 3)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), rows)
+    made = [row for row in sender._waiting.take_new(3, True) if isinstance(row, Row)]
+    sender.stats.in_flight = 3
+    sender._replies.settle([], [Reply(row, 429) for row in made[:2]])
+    sender._replies.settle([], [Reply(made[2], 429)])
+    assert [row.paused for row in made] == [0.0, 0.0, 0.0]
+    sender._replies.refusals.settle(3, 0, time.monotonic() + 1)
+    sender.stats.in_flight = 1
+    sender._replies.settle([], [Reply(made[2], 429)])
+    assert made[2].paused > 0
+
+
+@pytest.mark.parametrize(("in_flight", "sent"), [(0, [2, 2, 2, 2]), (1, [])])
+def test_a_part_of_a_failed_pack_waits_for_its_place(
+    tmp_path: Path, in_flight: int, sent: list[int]
+) -> None:
+    """No more rows are in flight than may be: what does not fit at all goes in smaller parts."""
+    rows = [("prompts", number, "a") for number in range(1, 9)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"], concurrency=2), rows)
+    made = [row for row in sender._waiting.take_new(8, True) if isinstance(row, Row)]
+    for row in made:
+        row.prompt, row.params = [{"role": "user", "content": "a"}], b'{"model":"tiny"}'
+    sender._waiting.parcels.append(made)
+    sender.stats.in_flight = in_flight
+    parts = []
+    for _ in range(4):
+        client = Sent()
+        sender._fill(client, time.monotonic())  # type: ignore[arg-type]
+        parts += [len(tag) for tag in client.tags]
+        sender.stats.in_flight = in_flight
+    assert parts == sent
+
+
+class Answered(Losing):
+    """A client that has an answer which was not told yet."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    def rest(self) -> tuple[list[Any], list[Reply]]:
+        return [(self.row, ANSWER)], []
+
+
+def test_what_has_come_is_kept_where_the_sending_breaks(tmp_path: Path) -> None:
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"]), [("prompts", 1, "a")])
+    (row,) = sender._waiting.take_new(1, True)
+    assert isinstance(row, Row)
+    client = Answered(row)
+
+    def breaks() -> None:
+        sender._client, sender.stats.in_flight = client, 1  # type: ignore[assignment]
+        raise RuntimeError("at this moment")
+
+    sender._loop = breaks  # type: ignore[method-assign]
+    assert "at this moment" in str(ended(sender))
+    assert sender.stats.outcomes == {"ok": 1}

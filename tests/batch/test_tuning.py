@@ -202,6 +202,13 @@ def test_a_trial_of_packs_that_is_broken_off_comes_again() -> None:
         assert broken.now_used == Setting(200, 1) and broken.moves[0] == "pack"
 
 
+def test_a_climb_that_is_broken_off_goes_on() -> None:
+    climb = trying(Setting(200, 1))
+    assert climb.now_used == Setting(400, 1)
+    gone = tuning.after_a_gap(climb, Sample(300, 10_000))
+    assert gone.moves[0] == "double"
+
+
 def test_what_came_before_a_gap_is_forgotten() -> None:
     """A restart of the server lasts minutes, in which nothing is slow."""
     climb = trying(Setting(200, 1))

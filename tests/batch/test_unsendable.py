@@ -70,6 +70,8 @@ def test_a_list_of_prompts_has_no_errors_file(link: ForeignLink, tmp_path: Path)
     with pytest.raises(BatchFailed, match="prompts, row 1: prompt is empty") as caught:
         run(BatchSpec(prompts=["", "a"]), link, tmp_path)
     assert "all errors" not in str(caught.value)
+    (error,) = caught.value.errors or [{}]
+    assert (error["row"], error["custom_id"], error["code"]) == (0, "row-1", "invalid_prompt")
     assert link.connects == 0
 
 

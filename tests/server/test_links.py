@@ -48,7 +48,7 @@ def test_what_made_a_server_start_is_kept_when_it_is_started_again(
         engine = servers.state().engine
         assert engine
         engine.signal(signal.SIGKILL)
-        link.recover("killed by the test")
+        link.recover("killed by the test", by_row=False, probe=lambda _: None)
         again = order_spec(servers.directory())
         assert again
         assert again.engine_args["max_model_len"] == 4096
