@@ -1,6 +1,7 @@
 """How fast a batch is, as ratios measured in one run.
 
-    python -m benchmarks.batch                 against a fast local mock
+    python -m benchmarks.batch                 all of them, one after the other
+    python -m benchmarks.batch mock            against a fast local mock
     python -m benchmarks.batch million         memory and speed over a million rows
     python -m benchmarks.batch vllm            against a real server, see benchmarks/batch_vllm.py
 
@@ -172,18 +173,20 @@ def _thirds(seen: list[list[float]], rows: int) -> tuple[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", default="mock", choices=["mock", "million", "vllm"])
+    parser.add_argument("what", nargs="?", choices=["mock", "million", "vllm"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--scale", type=float, default=1.0, help="of the rows against the mock")
     given, rest = parser.parse_known_args()
-    if given.what == "vllm":
+    good = True
+    if given.what in (None, "mock"):
+        good &= against_mock(given.rounds, given.scale)
+    if given.what in (None, "million"):
+        good &= million(given.rows)
+    if given.what in (None, "vllm"):
         from benchmarks.batch_vllm import main as against_vllm
 
-        sys.exit(not against_vllm(given.rounds, rest))
-    good = (
-        million(given.rows) if given.what == "million" else against_mock(given.rounds, given.scale)
-    )
+        good &= against_vllm(given.rounds, rest)
     sys.exit(not good)
 
 

@@ -5,13 +5,15 @@
 `speed`: the provider with and without packs against AsyncOpenAI, with short prompts and with those of the other parts,
 of which the server's own work a row is twice as much. Two bounds beside it: a bare loop over the same HTTP library (of
 rows sent alone), and vLLM's engine without server and client (of packs); `auto`: concurrency="auto" against fixed
-numbers; `run-batch`: against `vllm run-batch` on the same prompts, for the rows and for the whole job.
+numbers; `run-batch`: against `vllm run-batch` on the same prompts, for the rows and for the whole job, with all that a
+task does: preflight, supervisor, readiness, teardown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import signal
@@ -28,25 +30,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from airflow_provider_vllm.batch.run import run_batch
+from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.server.launch import LaunchOptions
+from airflow_provider_vllm.server.links import OwnServer
+from airflow_provider_vllm.server.processes import this_process
+from airflow_provider_vllm.server.state import StateRoot
+from airflow_provider_vllm.spec import ServerSpec
 from benchmarks.batch import Results, measure, median, say, verdict
 from benchmarks.batch_clients import PROMPTS, Job, write_input
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
 NAME = "m"
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
 
 
 def environment(scratch: str) -> dict[str, str]:
     """What vLLM's CPU build needs; two variables of some build machines break it. In `scratch` it may leave files."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
-    return {
-        **kept,
-        "TMPDIR": scratch,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
+    return {**kept, "TMPDIR": scratch, **ENV}
 
 
 def free_port() -> int:
@@ -197,6 +205,10 @@ def auto(vllm: Vllm, rounds: int, seconds: float) -> bool:
     return verdict("auto, of the best fixed setting", statistics.median(ratios), 0.9)
 
 
+def ids_of(path: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
 def run_batch_job(vllm: Vllm, source: Path, folder: Path) -> dict[str, float]:
     """vLLM's own batch command: whole seconds, and rows/s as its progress bar says at the end."""
     command = [vllm.python, "-m", "vllm.entrypoints.openai.run_batch"]
@@ -215,17 +227,37 @@ def run_batch_job(vllm: Vllm, source: Path, folder: Path) -> dict[str, float]:
     speeds = re.findall(r"([\d.]+)\s*(req/s|it/s|s/req|s/it)", done.stderr + done.stdout)
     if done.returncode or not speeds:
         raise SystemExit(f"run-batch failed ({done.returncode}):\n{done.stderr[-3000:]}")
+    assert sorted(ids_of(folder / "run-batch.jsonl")) == sorted(ids_of(source))
     value, unit = speeds[-1]
     return {"whole": whole, "rate": float(value) if unit.endswith("/s") else 1 / float(value)}
 
 
-def provider_job(vllm: Vllm, rows: int) -> dict[str, float]:
-    """Start, send, write, stop; packs and concurrency as they are by default."""
-    began = time.perf_counter()
-    with vllm_server(vllm) as (url, _):
-        job = {"rows": rows, "in_flight": "auto", "pack": "auto", "model": NAME}
-        found = measure("provider", url=url, **job)
-    return {"whole": time.perf_counter() - began, "rate": rows / found["seconds"]}
+def provider_job(vllm: Vllm, source: Path) -> dict[str, float]:
+    """What a task does: preflight, guard and supervisor, readiness, the batch with its journal, the server's end."""
+    spec = ServerSpec(
+        model=vllm.model,
+        python=vllm.python,
+        served_model_name=NAME,
+        gpus=0,
+        engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 1024},
+        env=ENV,
+        start_attempts=1,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        output = Path(name) / "out.jsonl"
+        began = time.perf_counter()
+        options = LaunchOptions(owner=this_process())
+        root = StateRoot(Path(name) / "state")
+        link = OwnServer(spec, "benchmark", root, options, report=lambda _: None)
+        batch = BatchSpec(input_path=str(source), output_path=str(output))
+        log = logging.getLogger("benchmark")
+        try:
+            manifest = run_batch(batch, link, journal_dir=f"{name}/journal", log=log).manifest
+        finally:
+            link.close()
+        whole = time.perf_counter() - began
+        assert ids_of(output) == ids_of(source), manifest.summary()
+    return {"whole": whole, "rate": manifest.rows_per_second}
 
 
 def against_run_batch(vllm: Vllm, rounds: int, rows: int) -> bool:
@@ -236,7 +268,7 @@ def against_run_batch(vllm: Vllm, rounds: int, rows: int) -> bool:
         write_input(Job("", rows, 0, model=NAME), source)
         for _ in range(rounds):
             theirs.append(run_batch_job(vllm, source, Path(name)))
-            ours.append(provider_job(vllm, rows))
+            ours.append(provider_job(vllm, source))
             print(
                 f"  run-batch {json.dumps(theirs[-1])}  provider {json.dumps(ours[-1])}", flush=True
             )

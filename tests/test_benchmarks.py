@@ -49,7 +49,7 @@ def test_every_ratio_is_printed(mock_run: str) -> None:
 
 @pytest.fixture(scope="module")
 def mock_run() -> str:
-    return printed("--rounds", "1", "--scale", "0.02")
+    return printed("mock", "--rounds", "1", "--scale", "0.02")
 
 
 def test_memory_is_measured() -> None:

@@ -17,7 +17,7 @@ import orjson
 
 from airflow_provider_vllm.batch.parquet_rows import Damage, parquet_file, parquet_parts
 from airflow_provider_vllm.batch.source import UNREADABLE, Damaged, Source
-from airflow_provider_vllm.batch.sources import BLOCK, BOM, READERS, is_local
+from airflow_provider_vllm.batch.sources import BLOCK, BOM, READERS, is_local, some
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.version import version_of
 from airflow_provider_vllm.exceptions import InvalidPrompts
@@ -38,12 +38,12 @@ class Extent:
 def measure(spec: BatchSpec, sources: tuple[Source, ...]) -> Extent:
     """Count the rows, and digest the input as `digest` does. Each file is read to its end, Parquet but for its rows.
 
-    Raises InvalidPrompts where a file holds no row at all, or cannot be read to its end.
+    Raises InvalidPrompts where there is no row at all, or a file cannot be read to its end.
     """
     if spec.prompts is not None:
         return Extent(len(spec.prompts), digest(spec, sources))
     hasher = _hasher()
-    total = 0
+    total, empty = 0, []
     for source in sources:
         try:
             rows = _rows(source, spec, hasher)
@@ -54,8 +54,12 @@ def measure(spec: BatchSpec, sources: tuple[Source, ...]) -> Extent:
                 f"input_path {what}; it cannot be read to its end{hint}"
             ) from error
         if rows == 0:
-            raise InvalidPrompts(f"input_path {source.name} holds no rows: there is nothing to do")
+            empty.append(source.name)
         total += rows
+    if not total:
+        raise InvalidPrompts(f"input_path {empty[0]} holds no rows: there is nothing to do")
+    if empty:
+        log.warning("input_path has files without a row: %s", some(empty))
     return Extent(total, hasher.hexdigest())
 
 

@@ -162,8 +162,8 @@ class Job:
         self._log.info("Done: %s", manifest.summary())
         if manifest.cut_off:
             self._log.warning(
-                "%d answers were cut off by a limit of tokens (finish_reason length), the first: %s; raise max_tokens "
-                "or, where none was asked for, the server's max_model_len",
+                "Answers cut off by a limit of tokens (finish_reason length): %d, the first: %s; raise max_tokens or, "
+                "where none was asked for, the server's max_model_len",
                 manifest.cut_off,
                 ", ".join(stats.first_cut_off),
             )
@@ -258,14 +258,14 @@ class Job:
         """The same failure with the counts, the first errors and what to do."""
         sender.stop()
         manifest = self._manifest(sender, watch, self._errors_at, complete=False)
+        self._log.warning("Failed: %s", manifest.summary())
         parts = told(str(error), sender.stats.reasons, self._errors_at)
         if isinstance(error, TooManyErrors):
             alike = not sender.stats.ok and sender.stats.reasons.are_one
             parts.append(ALL_ALIKE if alike else MEND)
         if not isinstance(error, JournalFailed):
-            parts.append(
-                f"{manifest.ok} answers are kept in {self._journal.name}: a retry sends only the others"
-            )
+            kept = "1 answer is" if manifest.ok == 1 else f"{manifest.ok} answers are"
+            parts.append(f"{kept} kept in {self._journal.name}: a retry sends only the others")
         errors = None
         if self._spec.output_path is None and isinstance(error, TooManyErrors):
             errors = results.read_errors(self._journal, sender.stats.read)

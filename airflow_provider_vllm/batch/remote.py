@@ -28,6 +28,7 @@ from airflow_provider_vllm.exceptions import JournalFailed
 log = logging.getLogger(__name__)
 PREFIX = "vllm-journal-"
 PART = re.compile(r"(rows-[\w-]+\.log)\.(\d+)\.part")
+PART_BYTES = 1 << 26  # at most; after an outage there is more to send
 PATIENCE = 1.0  # seconds that `sync` waits for a storage
 LAST_PATIENCE = 10.0  # and `close`
 LAST_TRIES = (0.0, 0.5, 1.0)  # pauses before each, when the journal is closed
@@ -125,13 +126,12 @@ class RemoteJournal(Journal):
             log.warning("A journal part could not be sent, trying again later: %s", error)
 
     def _send(self) -> None:
-        data = b""
-        while block := os.pread(self._fd, 1 << 24, self._sent + len(data)):
-            data += block
-        if data:
+        whole = True
+        while whole and (data := os.pread(self._fd, PART_BYTES, self._sent)):
             self._put(f"{self._segment}.{self._part:06d}.part", data)
             self._sent += len(data)
             self._part += 1
+            whole = len(data) == PART_BYTES  # else what came meanwhile is the next one's
 
     def _put(self, name: str, data: bytes) -> None:
         self._remote.mkdir(parents=True, exist_ok=True)

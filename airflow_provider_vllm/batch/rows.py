@@ -155,6 +155,9 @@ class RowMaker:
             except orjson.JSONDecodeError:
                 record = None
         own = _own_id(record) if isinstance(record, dict) else None
+        if own:  # the name is used, by a line of the errors file
+            self._named = True
+            self._seen.add(hash(own))
         custom_id = own or self.default_id(number)
         return BadRow(number, custom_id, error.code, str(error), source, line, error.field)
 

@@ -53,7 +53,7 @@ OTHERS = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
     b"\xfd7zXZ\0": "compressed by xz",
     b"BZh91AY&SY": "compressed by bzip2",
-    b"PAR1": "Parquet",
+    b"PAR1\x15": "Parquet",  # as its first page begins
 }
 PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")  # as `results.replacing` names what it writes
 GLOB = re.compile(r"[*?\[]")
@@ -74,10 +74,11 @@ def is_local(path: Any) -> bool:
 def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> tuple[Source, ...]:
     """The files of a spec, each once. A glob does not find `own`, what the batch itself writes.
 
-    Raises InvalidPrompts for one that is missing, empty, a directory or unreadable.
+    Raises InvalidPrompts for one that is missing, a directory or unreadable, and where all are empty.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, Source | None] = {}
     again: list[str] = []
+    empty: list[str] = []
     written = {real_path(to_path(text)) for text in own}
     for text in spec.paths:
         for path in _expand(text, to_path, written):
@@ -85,12 +86,22 @@ def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> t
             if real in found:
                 again.append(str(path))
             else:
-                found[real] = _source(str(path), path, spec.input_format)
+                found[real] = source = _source(str(path), path, spec.input_format)
+                if source is None:
+                    empty.append(str(path))
     if again:
-        more = f" and {len(again) - SHOWN} more" if len(again) > SHOWN else ""
-        names = ", ".join(again[:SHOWN]) + more
-        log.warning("input_path names files twice, which are read once: %s", names)
-    return tuple(found.values())
+        log.warning("input_path names files twice, which are read once: %s", some(again))
+    if empty and len(empty) == len(found):
+        raise InvalidPrompts(f"input_path {empty[0]} is empty: there is nothing to do")
+    if empty:  # of several, as of a day without rows
+        log.warning("input_path has files without a byte, which are left out: %s", some(empty))
+    return tuple(source for source in found.values() if source is not None)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def real_path(path: Any) -> str:
@@ -147,7 +158,8 @@ def kind_of(name: str) -> str:
     return kind
 
 
-def _source(name: str, path: Any, wanted: str | None) -> Source:
+def _source(name: str, path: Any, wanted: str | None) -> Source | None:
+    """None for a file without a byte. Raises InvalidPrompts."""
     try:
         if path.is_dir():
             files = f"{name.rstrip('/')}/*{suffix if (suffix := suffix_of(name)) in SUFFIXES else '.jsonl'}"
@@ -161,6 +173,8 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
         kind = wanted or kind_of(name)
         with path.open("rb") as file:
             start = file.read(HEAD)
+        if not start and kind != "parquet":
+            return None
         gz = start.startswith(GZIP)  # the name may say otherwise
         source = Source(name, path, kind, gz, _unpacked(start) if gz else start)
     except FileNotFoundError:
@@ -171,8 +185,6 @@ def _source(name: str, path: Any, wanted: str | None) -> Source:
         if is_local(path) and not isinstance(error, UNREADABLE):
             raise
         raise InvalidPrompts(f"input_path {name} cannot be read: {error}") from error
-    if not start:
-        raise InvalidPrompts(f"input_path {name} is empty: there is nothing to do")
     _check_start(source)
     return source
 

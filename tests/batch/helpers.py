@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 from upath import UPath
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.health import is_healthy
+from airflow_provider_vllm.batch.row import Row
+from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.run import BatchResult, run_batch
-from airflow_provider_vllm.batch.sources import local_path
+from airflow_provider_vllm.batch.sources import find_sources, local_path, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import ServerLost
 from airflow_provider_vllm.server.restarts import Restarts
@@ -159,3 +163,13 @@ def start_child(
         text=True,
         cwd=Path(__file__).parents[2],
     )
+
+
+def prompts_of(spec: BatchSpec) -> list[str]:
+    """What each row asks, after checking that the count made before agrees."""
+    sources = find_sources(spec, local_path)
+    rows = list(RowMaker(spec, "m").rows(records(spec, sources)))
+    assert measure(spec, sources).rows == len(rows)
+    assert [row.number for row in rows] == list(range(len(rows)))
+    bodies = [orjson.loads(row.body) for row in rows if isinstance(row, Row)]
+    return [body["messages"][-1]["content"] for body in bodies]

@@ -1,4 +1,4 @@
-"""Input formats: what each becomes, as a stream, from one file, several, or a glob."""
+"""Input formats: what each becomes, as a stream, of one file."""
 
 from __future__ import annotations
 
@@ -18,21 +18,9 @@ from airflow_provider_vllm.batch.source import RecordError
 from airflow_provider_vllm.batch.sources import find_sources, local_path, records
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.batch.template import RowError, Template
-from tests.batch.helpers import ForeignLink, batch_row, read_rows, run, write_rows
+from tests.batch.helpers import ForeignLink, batch_row, prompts_of, read_rows, run, write_rows
 
 THREE = b'{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
-
-
-def prompts(spec: BatchSpec) -> list[str]:
-    """What each row asks, after checking that the count made before agrees."""
-    import orjson
-
-    sources = find_sources(spec, local_path)
-    rows = list(RowMaker(spec, "m").rows(records(spec, sources)))
-    assert measure(spec, sources).rows == len(rows)
-    assert [row.number for row in rows] == list(range(len(rows)))
-    bodies = [orjson.loads(row.body) for row in rows if isinstance(row, Row)]
-    return [body["messages"][-1]["content"] for body in bodies]
 
 
 def spec(*paths: Any, **more: Any) -> BatchSpec:
@@ -50,59 +38,29 @@ def test_jsonl_text_csv_and_parquet_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(THREE))
     (tmp_path / "f.csv.gz").write_bytes(gzip.compress(b"prompt\na\nb\nc\n"))
     for path in sorted(tmp_path.iterdir()):
-        assert prompts(spec(path)) == ["a", "b", "c"], path.name
-
-
-def test_several_files_and_globs_keep_their_order(tmp_path: Path) -> None:
-    for index in range(12):
-        (tmp_path / f"part-{index:02d}.txt").write_text(f"p{index}\nq{index}\n")
-    expected = [f"{letter}{index}" for index in range(12) for letter in "pq"]
-    assert prompts(spec(tmp_path / "part-*.txt")) == expected
-    assert prompts(spec(tmp_path / "part-01.txt", tmp_path / "part-00.txt"))[:2] == ["p1", "q1"]
-    deep = tmp_path / "deep" / "er"
-    deep.mkdir(parents=True)
-    (deep / "part-99.txt").write_text("far\n")
-    assert prompts(spec(tmp_path / "**" / "part-99.txt")) == ["far"]
-    (tmp_path / "odd[1].txt").write_text("literal\n")
-    assert prompts(spec(tmp_path / "odd[1].txt")) == ["literal"]
-
-
-def test_a_file_that_is_named_twice_is_read_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
-    (tmp_path / "link.txt").symlink_to("a.txt")
-    one = spec(tmp_path / "b.txt", tmp_path / "x" / ".." / "*.txt", tmp_path / "b.txt")
-    (tmp_path / "x").mkdir()
-    assert prompts(one) == ["b", "a"]
-    (warning,) = caplog.messages
-    assert "twice" in warning
-    assert [name in warning for name in ("a.txt", "b.txt", "link.txt")] == [False, True, True]
-    (tmp_path / "copy.txt").write_text("a\n")
-    assert prompts(spec(tmp_path / "a.txt", tmp_path / "copy.txt")) == ["a", "a"]
+        assert prompts_of(spec(path)) == ["a", "b", "c"], path.name
 
 
 def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text('\ufeffprompt,label\n"two\nlines, one ""quoted""",x\nplain,y\n', newline="")
-    assert prompts(spec(path)) == ['two\nlines, one "quoted"', "plain"]
+    assert prompts_of(spec(path)) == ['two\nlines, one "quoted"', "plain"]
 
 
 def test_templates_and_prompt_columns(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text("title,body\nA,alpha\nB,beta\n")
-    filled = prompts(spec(path, prompt_template="{{{title}}}: {body:>6}"))
+    filled = prompts_of(spec(path, prompt_template="{{{title}}}: {body:>6}"))
     assert filled == ["{A}:  alpha", "{B}:   beta"]
-    assert prompts(spec(path, prompt_column="body")) == ["alpha", "beta"]
+    assert prompts_of(spec(path, prompt_column="body")) == ["alpha", "beta"]
 
 
 def test_a_template_is_filled_with_text_prompts_too(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\n")
     (tmp_path / "in.jsonl").write_text('"b"\n')
     paths = (tmp_path / "in.txt", tmp_path / "in.jsonl")
-    assert prompts(spec(*paths, prompt_template="Say {prompt}!")) == ["Say a!", "Say b!"]
-    assert prompts(BatchSpec(prompts=["c"], prompt_template="Say {prompt}!")) == ["Say c!"]
+    assert prompts_of(spec(*paths, prompt_template="Say {prompt}!")) == ["Say a!", "Say b!"]
+    assert prompts_of(BatchSpec(prompts=["c"], prompt_template="Say {prompt}!")) == ["Say c!"]
 
 
 def test_a_column_named_body_makes_no_batch_row(tmp_path: Path) -> None:
@@ -112,8 +70,8 @@ def test_a_column_named_body_makes_no_batch_row(tmp_path: Path) -> None:
         [{"url": "http://x", "body": "text", "prompt": "b"}, {"custom_id": "2", "body": "text", "prompt": "c"},
          {"method": "x", "body": {"k": 1}, "prompt": "d"}, {"custom_id": "3", "body": batch_row("", "e")["body"]}],
     )  # fmt: skip
-    assert prompts(spec(tmp_path / "in.csv", tmp_path / "in.jsonl")) == ["a", "b", "c", "d", "e"]
-    filled = prompts(spec(tmp_path / "in.csv", prompt_template="{body}"))
+    assert prompts_of(spec(tmp_path / "in.csv", tmp_path / "in.jsonl")) == ["a", "b", "c", "d", "e"]
+    filled = prompts_of(spec(tmp_path / "in.csv", prompt_template="{body}"))
     assert filled == ["text"]
 
 
@@ -224,6 +182,24 @@ def test_rows_of_columns_keep_their_custom_id(link: ForeignLink, tmp_path: Path)
     assert found == [("mine", "duplicate_custom_id"), ("bad", "null_prompt")]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_the_custom_id_of_a_bad_row_is_used(tmp_path: Path, kind: str) -> None:
+    """Two lines of one name, one in the results and one in the errors, would be two answers to one question."""
+    path = tmp_path / f"in.{kind}"
+    if kind == "csv":
+        path.write_text("custom_id,prompt\na,\na,x\nb,y\n")
+    else:
+        write_rows(
+            path, [batch_row("a", "x", stream=True), batch_row("a", "x"), batch_row("b", "y")]
+        )
+    made = list(
+        RowMaker(spec(path), "m").rows(records(spec(path), find_sources(spec(path), local_path)))
+    )
+    assert [row.custom_id for row in made] == ["a", "a", "b"]
+    assert [isinstance(row, BadRow) for row in made] == [True, True, False]
+    assert isinstance(made[1], BadRow) and made[1].code == "duplicate_custom_id"
+
+
 @pytest.mark.parametrize("endpoint", ["embeddings", "classify", "pooling"])
 def test_messages_for_an_endpoint_without_answers(endpoint: str) -> None:
     import orjson
@@ -309,7 +285,7 @@ def test_a_long_line_is_never_held(tmp_path: Path) -> None:
 def test_the_format_may_be_named(tmp_path: Path, format: str) -> None:
     path = tmp_path / "no-suffix"
     path.write_text('"a"\n')
-    assert prompts(spec(path, input_format=format)) == ["a" if format == "jsonl" else '"a"']
+    assert prompts_of(spec(path, input_format=format)) == ["a" if format == "jsonl" else '"a"']
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -326,30 +302,9 @@ def test_a_first_line_of_any_length_is_one_record(
     assert [(line, value) for _, line, value in others] == ([(2, "last")] if end else [])
 
 
-@pytest.mark.parametrize(("source", "output"), [("link", "real"), ("real", "link")])
-def test_a_glob_leaves_out_what_the_batch_writes_by_any_name(
-    link: ForeignLink, tmp_path: Path, source: str, output: str
-) -> None:
-    """Through a link to the folder too, and what a try that was killed while it wrote has left."""
-    real = tmp_path / "real"
-    real.mkdir()
-    (tmp_path / "link").symlink_to(real)
-    (real / "in.jsonl").write_text('{"prompt": "a"}\n')
-    spec = BatchSpec(
-        input_path=str(tmp_path / source / "*.jsonl*"),
-        output_path=str(tmp_path / output / "out.jsonl"),
-    )
-    for left in (".out.jsonl.0123abcd.part", ".out.jsonl.errors.jsonl.0123abcd.part"):
-        (real / left).write_text('{"prompt": "half"}\n')
-    for _ in range(2):  # and the next try
-        manifest = run(spec, link, tmp_path).manifest
-        assert (manifest.rows, manifest.ok) == (1, 1)
-    assert not list(real.glob(".*.part"))
-
-
 def test_a_line_of_text_keeps_its_blanks(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"    return x \r\n\tb\t\n \nc\n  \n")
-    assert prompts(spec(tmp_path / "a.txt")) == ["    return x ", "\tb\t", "c"]
+    assert prompts_of(spec(tmp_path / "a.txt")) == ["    return x ", "\tb\t", "c"]
 
 
 @pytest.mark.parametrize("table", [False, True])
@@ -363,9 +318,9 @@ def test_the_first_column_that_is_not_empty_is_sent(
     row = {**empty, "text": "hello"}
     if table:
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
-        assert prompts(spec(tmp_path / "a.parquet")) == ["hello"]
+        assert prompts_of(spec(tmp_path / "a.parquet")) == ["hello"]
     else:
-        assert prompts(spec(write_rows(tmp_path / "a.jsonl", [row]))) == ["hello"]
+        assert prompts_of(spec(write_rows(tmp_path / "a.jsonl", [row]))) == ["hello"]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +341,7 @@ def test_a_row_whose_columns_are_all_empty(row: Any, code: str, field: str) -> N
 
 def test_the_index_that_pandas_writes_is_a_column(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(",text\n0,a\n1,b\n")
-    assert prompts(spec(tmp_path / "a.csv")) == ["a", "b"]
+    assert prompts_of(spec(tmp_path / "a.csv")) == ["a", "b"]
 
 
 def test_an_empty_cell_is_no_text_to_compare(tmp_path: Path) -> None:

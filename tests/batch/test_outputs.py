@@ -244,7 +244,7 @@ def test_answers_that_were_cut_off_are_counted(
         manifest = run(spec, link, tmp_path).manifest
         assert (manifest.ok, manifest.cut_off) == (5, 2)
         first = "row-2 (prompts, row 2), row-3 (prompts, row 3)"
-        assert "2 answers were cut off by a limit of tokens" in caplog.text
+        assert "cut off by a limit of tokens (finish_reason length): 2" in caplog.text
         assert f"the first: {first}; raise max_tokens" in caplog.text
         caplog.clear()
     assert manifest.reused == 5

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +23,19 @@ from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.health import is_healthy, look
 from airflow_provider_vllm.batch.run import run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
+from airflow_provider_vllm.server.foreign import ForeignEndpoint
 from airflow_provider_vllm.server.processes import every_process, kill
-from tests.batch.helpers import LOG, ForeignLink, batch_row, read_rows, until, write_rows
-from tests.batch.matrix import journalled
+from tests.batch.helpers import (
+    LOG,
+    ForeignLink,
+    batch_row,
+    read_rows,
+    start_child,
+    until,
+    write_rows,
+)
+from tests.batch.matrix import finish, journalled, killed_at
+from tests.fakes.proxy import CuttingProxy
 
 pytestmark = pytest.mark.vllm
 ROWS = 400
@@ -112,17 +123,21 @@ BAD: dict[int, tuple[int | None, dict[str, Any]]] = {
 OUTCOMES = {"ok": ROWS - len(BAD), "rejected": 6, "invalid_input": 3}
 
 
-def spec(folder: Path) -> BatchSpec:
+def arguments(folder: Path) -> dict[str, Any]:
     rows = [batch_row(f"id-{i}", f"Say {i}.", model="m", max_tokens=16) for i in range(ROWS)]
     for number, (_, body) in BAD.items():
         rows[number] = batch_row(f"id-{number}", "x", **{"model": "m", "max_tokens": 16, **body})
-    return BatchSpec(
-        input_path=str(write_rows(folder / "in.jsonl", rows)),
-        output_path=str(folder / "out.jsonl"),
-        concurrency=32,
-        stall_timeout=4,
-        probe_timeout=5,
-    )
+    return {
+        "input_path": str(write_rows(folder / "in.jsonl", rows)),
+        "output_path": str(folder / "out.jsonl"),
+        "concurrency": 32,
+        "stall_timeout": 4,
+        "probe_timeout": 5,
+    }
+
+
+def spec(folder: Path) -> BatchSpec:
+    return BatchSpec(**arguments(folder))
 
 
 def check(folder: Path) -> None:
@@ -172,6 +187,39 @@ def test_nothing_is_lost(real: RealLink, tmp_path: Path, disturb: object) -> Non
     killer.join()
     assert len(real.losses) == 1, real.losses
     assert result.manifest.outcomes == OUTCOMES
+    check(tmp_path)
+
+
+@pytest.mark.full
+def test_each_try_goes_on_where_the_one_before_was_ended(real: RealLink, tmp_path: Path) -> None:
+    """By a full disk, by a kill; on another host's directory, while the network is cut."""
+    given, url = arguments(tmp_path), real.endpoint.base_url
+    journal = tmp_path / "journal"
+    status, said, _ = finish(start_child(journal, url, given, limit_bytes=50_000))
+    assert (status == 3 and "no space" in said.lower()) or "too large" in said.lower(), said
+    full = journalled(tmp_path)
+    process = start_child(journal, url, given)
+    with killed_at(process):
+        until(lambda: journalled(tmp_path) >= full + 50, 60)
+    finish(process)
+    killed = journalled(tmp_path)
+    shutil.copytree(journal, tmp_path / "other" / "journal")
+    with CuttingProxy(int(url.rpartition(":")[2])) as proxy:
+        through = Endpoint(f"http://127.0.0.1:{proxy.port}", "m")
+        link = ForeignEndpoint(through, report=LOG.info, patience=30)
+
+        def later() -> None:
+            until(lambda: journalled(tmp_path / "other") >= killed + 50, 60)
+            proxy.cut(0.5)
+
+        cut = threading.Thread(target=later)
+        cut.start()
+        where = str(tmp_path / "other" / "journal")
+        manifest = run_batch(BatchSpec(**given), link, journal_dir=where, log=LOG).manifest
+        cut.join()
+    assert manifest.outcomes == OUTCOMES
+    assert manifest.reused >= killed - 2 * len(BAD) - 2
+    assert manifest.server_losses == 1
     check(tmp_path)
 
 

@@ -112,6 +112,25 @@ def test_a_storage_that_fails_for_a_while_loses_nothing(
     assert run(spec(put("in.jsonl")), link).manifest.reused == 40
 
 
+def test_what_an_outage_held_back_is_sent_in_parts_that_fit_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 100)
+    journal = RemoteJournal(UPath(f"{BUCKET}/journal"))
+    journal.open()
+    for row in range(10):
+        journal.add(row, True, b"%016x %d ok 0 0 " % (row + 1, row), b'{"a":1}', b"\n")
+    journal.flush()
+    journal.close()
+    parts = [path for path in UPath(f"{BUCKET}/journal").iterdir() if path.name.endswith(".part")]
+    sizes = [path.stat().st_size for path in parts]
+    assert len(sizes) > 3 and max(sizes) == 100
+    again = RemoteJournal(UPath(f"{BUCKET}/journal"))
+    again.open()
+    assert len(again.earlier().answers) == 10
+    again.close()
+
+
 def test_local_files_with_a_remote_journal_and_a_kill(
     server: ThreadedEndpoint, link: ForeignLink, tmp_path: Path
 ) -> None:
