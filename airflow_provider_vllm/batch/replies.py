@@ -144,7 +144,10 @@ class Replies:
 
     def _settle_others(self, others: list[Reply], held: int, answered: int) -> None:
         kinds = [self._kind(reply) for reply in others]
-        failed = sum(kind in (Kind.UNSENT, Kind.DOUBTFUL) for kind in kinds)
+        answered += kinds.count(Kind.REJECTED)  # an answer, too
+        failed = kinds.count(Kind.UNSENT) + kinds.count(Kind.DOUBTFUL)
+        if answered:
+            self._failed_in_a_row = 0
         if failed > answered:  # a few among many answers are not in a row
             self._failed_in_a_row += failed
         for reply, kind in zip(others, kinds, strict=True):
@@ -171,7 +174,6 @@ class Replies:
     def _settle_bad(self, row: Row, reply: Reply, kind: Kind, alone: bool = False) -> None:
         message = server_message(reply)
         if kind is Kind.REJECTED:
-            self._failed_in_a_row = 0
             self.refusals.works()
             self._reject(row, reply, message)
         elif kind is Kind.FATAL:

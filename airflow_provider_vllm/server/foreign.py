@@ -9,6 +9,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint, Probe
 from airflow_provider_vllm.exceptions import ServerLost, ServerUnreachable
 
 FOREIGN_PATIENCE_S = 600.0
+TELL_S = 10.0
 
 
 class ForeignEndpoint:
@@ -40,7 +41,7 @@ class ForeignEndpoint:
         self._report(
             f"{self._endpoint.base_url} was lost ({reason}); waiting up to {self._patience:g} s for it"
         )
-        return wait_for(self._look, probe, self._patience, reason)
+        return wait_for(self._look, probe, self._patience, reason, self._report)
 
     def abandon(self) -> None:
         """Nothing of ours to end."""
@@ -59,9 +60,19 @@ class ForeignEndpoint:
         raise ServerLost(f"{self._endpoint.base_url} does not answer: {said}")
 
 
-def wait_for(look: Callable[[], Endpoint], probe: Probe, patience: float, reason: str) -> Endpoint:
-    """Ask again with growing pauses, until the server answers `probe`. Raises ServerLost after `patience` seconds."""
-    deadline = time.monotonic() + patience
+def wait_for(
+    look: Callable[[], Endpoint],
+    probe: Probe,
+    patience: float,
+    reason: str,
+    report: Callable[[str], None],
+) -> Endpoint:
+    """Ask again with growing pauses, until the server answers `probe`. Raises ServerLost after `patience` seconds.
+
+    What it says meanwhile is reported every `TELL_S` seconds.
+    """
+    told = time.monotonic()
+    deadline = told + patience
     pause = 1.0
     while True:
         try:
@@ -70,9 +81,13 @@ def wait_for(look: Callable[[], Endpoint], probe: Probe, patience: float, reason
                 return endpoint
             raise ServerLost(f"{endpoint.base_url} does not answer: {wrong}")
         except (ServerLost, ServerUnreachable) as exc:
-            if time.monotonic() + pause > deadline:
+            now = time.monotonic()
+            if now + pause > deadline:
                 raise ServerLost(
                     f"The server was lost ({reason}) and did not come back within {patience:g} s: {exc}"
                 ) from None
+            if now >= told + TELL_S:
+                told = now
+                report(f"still waiting for the server, {deadline - now:.0f} s more: {exc}")
         time.sleep(pause)
         pause = min(pause * 2, 30.0)

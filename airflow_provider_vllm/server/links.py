@@ -162,7 +162,7 @@ class SharedServer:
             raise ServerLost(f"{reason}; it was restarted as often as server_restarts allows")
         if not self._handle.on_this_host:
             self._report(f"the server on {self._handle.host} was lost ({reason}); waiting for it")
-            return wait_for(self._connect_remote, probe, FOREIGN_PATIENCE_S, reason)
+            return wait_for(self._connect_remote, probe, FOREIGN_PATIENCE_S, reason, self._report)
         return self._connect_local(lost_nonce=self._nonce, reason=reason)
 
     def abandon(self) -> None:

@@ -22,6 +22,7 @@ from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.run import run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
+from airflow_provider_vllm.server import foreign
 from airflow_provider_vllm.server.foreign import ForeignEndpoint
 from tests.batch.helpers import LOG, ForeignLink, batch_row, run, until, write_rows
 from tests.batch.matrix import check, spec_of
@@ -89,13 +90,17 @@ def test_a_foreign_server_that_stays_frozen_is_waited_for(
 
     real_probe = health.probe
     monkeypatch.setattr(health, "probe", probe)
+    monkeypatch.setattr(foreign, "TELL_S", 0.0)
     link = ForeignEndpoint(Endpoint(server.base_url, "tiny"), report=reports.append, patience=20)
     thread = freeze_after(server, 150)
     spec = spec_of(tmp_path, stall_timeout=0.6, probe_timeout=0.5)
     manifest = run_batch(spec, link, journal_dir=str(tmp_path / "journal"), log=LOG).manifest
     thread.join()
     assert [said is None for said in probed] == [False, False, False, True]
-    assert (manifest.server_losses, len(reports)) == (1, 1)
+    assert manifest.server_losses == 1
+    waits = [report for report in reports if report.startswith("still waiting for the server")]
+    assert len(reports) == 1 + len(waits) == 3
+    assert all("does not answer" in wait for wait in waits)
     check(tmp_path, quiet)
 
 
