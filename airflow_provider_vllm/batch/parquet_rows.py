@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from airflow_provider_vllm.batch.source import Damaged, RecordError, Source
@@ -136,6 +137,18 @@ def _cell(scalar: Any, pyarrow: Any) -> Any:
         return _text_or_parts(scalar, pyarrow)
 
 
+def _span(value: int, unit: str) -> str:
+    """A duration as Python writes those that it can hold, with three more digits; with its unit where it is longer."""
+    whole, rest = divmod(value, 1000)
+    try:
+        text = str(timedelta(microseconds=whole)) if unit == "ns" else ""
+    except OverflowError:
+        text = ""
+    if not text:
+        return f"{value} {unit}"
+    return f"{text if '.' in text else text + '.000000'}{rest:03d}"
+
+
 def _text_or_parts(scalar: Any, pyarrow: Any) -> Any:
     if isinstance(scalar, pyarrow.MapScalar):
         return [tuple(_cell(entry[at], pyarrow) for at in (0, 1)) for entry in scalar.values]
@@ -143,6 +156,8 @@ def _text_or_parts(scalar: Any, pyarrow: Any) -> Any:
         return [_cell(each, pyarrow) for each in scalar.values]
     if isinstance(scalar, pyarrow.StructScalar):
         return {name: _cell(scalar[name], pyarrow) for name in scalar}
+    if isinstance(scalar, pyarrow.DurationScalar):
+        return _span(scalar.value, scalar.type.unit)
     try:
         return scalar.cast(pyarrow.string()).as_py()
     except (pyarrow.ArrowException, ValueError):

@@ -16,7 +16,7 @@ from airflow_provider_vllm.batch.shards import split
 from airflow_provider_vllm.batch.source import Source
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import InvalidPrompts
-from tests.batch.helpers import ForeignLink, read_rows, run
+from tests.batch.helpers import ForeignLink, prompts_of, read_rows, run
 
 ROWS, GROUP = 300, 100
 
@@ -119,6 +119,29 @@ def test_a_column_that_python_cannot_hold(
             == parquet.read_schema(tmp_path / "in.parquet").field("odd").type
         )
         assert out.column("odd").cast(array.type) == table.column("odd")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1_500_000_001, "ns", "0:00:01.500000001"),
+        (2_000_000_000, "ns", "0:00:02"),
+        (1, "ns", "0:00:00.000000001"),
+        (86_400_000_000_001, "ns", "1 day, 0:00:00.000000001"),
+        (1 << 62, "s", f"{1 << 62} s"),
+    ],
+)
+def test_a_duration_is_text_that_says_how_long(
+    tmp_path: Path, value: int, unit: str, text: str
+) -> None:
+    span = pyarrow.array([value], pyarrow.duration(unit))
+    parquet.write_table(pyarrow.table({"span": span}), tmp_path / "in.parquet")
+    asked = BatchSpec(
+        input_path=str(tmp_path / "in.parquet"),
+        output_path=str(tmp_path / "out.jsonl"),
+        prompt_template="{span}",
+    )
+    assert prompts_of(asked) == [text]
 
 
 def test_large_rows_are_read_and_written_a_few_at_a_time(link: ForeignLink, tmp_path: Path) -> None:
