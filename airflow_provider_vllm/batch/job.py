@@ -21,6 +21,7 @@ from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.manifest import Manifest
 from airflow_provider_vllm.batch.parameters import Spelling
 from airflow_provider_vllm.batch.progress import Progress
+from airflow_provider_vllm.batch.reasons import told
 from airflow_provider_vllm.batch.resume import Left, Resumed
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
@@ -29,7 +30,7 @@ from airflow_provider_vllm.batch.sender import Sender
 from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, reads_fast, records, size_of
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import ALL_ALIKE, MEND, reason_to_fail, told
+from airflow_provider_vllm.batch.verdict import ALL_ALIKE, MEND, reason_to_fail
 from airflow_provider_vllm.batch.watch import Watch
 from airflow_provider_vllm.exceptions import BatchFailed, JournalFailed, TooManyErrors
 
@@ -165,7 +166,7 @@ class Job:
                 "Answers cut off by a limit of tokens (finish_reason length): %d, the first: %s; raise max_tokens or, "
                 "where none was asked for, the server's max_model_len",
                 manifest.cut_off,
-                ", ".join(stats.first_cut_off),
+                ", ".join(stats.first_cut_off.first()),
             )
         for advice in manifest.advice:
             self._log.info("For the next batch: %s", advice["text"])
@@ -233,7 +234,7 @@ class Job:
             total_completion_tokens=stats.completion_tokens + stats.reused_completion_tokens,
             seconds=round(time.monotonic() - self._began, 3),
             sending_seconds=round(seconds, 3),
-            rows_per_second=round((stats.done - stats.reused) / seconds, 2),
+            rows_per_second=round(stats.sent / seconds, 2),
             tokens_per_second=round(tokens / seconds, 2),
             retries=stats.retries,
             server_losses=watch.losses,
@@ -254,6 +255,12 @@ class Job:
             complete=complete,
         )
 
+    def _kept(self, answers: int) -> str:
+        if not answers:
+            return "no row was answered: a retry sends every row"
+        kept = "1 answer is" if answers == 1 else f"{answers} answers are"
+        return f"{kept} kept in {self._journal.name}: a retry sends only the others"
+
     def _failed(self, error: BatchFailed, sender: Sender, watch: Watch) -> BatchFailed:
         """The same failure with the counts, the first errors and what to do."""
         sender.stop()
@@ -264,8 +271,7 @@ class Job:
             alike = not sender.stats.ok and sender.stats.reasons.are_one
             parts.append(ALL_ALIKE if alike else MEND)
         if not isinstance(error, JournalFailed):
-            kept = "1 answer is" if manifest.ok == 1 else f"{manifest.ok} answers are"
-            parts.append(f"{kept} kept in {self._journal.name}: a retry sends only the others")
+            parts.append(self._kept(manifest.ok))
         errors = None
         if self._spec.output_path is None and isinstance(error, TooManyErrors):
             errors = results.read_errors(self._journal, sender.stats.read)

@@ -34,7 +34,7 @@ class Progress:
 
     def report(self, stats: Stats, vitals: Vitals, now: float) -> tuple[str, dict[str, Any]]:
         """The line, and the same as numbers."""
-        sent, tokens = stats.done - stats.reused, stats.prompt_tokens + stats.completion_tokens
+        sent, tokens = stats.sent, stats.prompt_tokens + stats.completion_tokens
         span = max(now - self._last, 1e-6)
         rows_per_s, tokens_per_s = (
             (sent - self._last_done) / span,

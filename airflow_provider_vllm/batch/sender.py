@@ -176,8 +176,7 @@ class Sender(threading.Thread):
 
     def _sample(self, now: float) -> tuning.Sample:
         stats, waiting = self.stats, self.vitals.waiting
-        rows = stats.done - stats.reused
-        return tuning.Sample(now, rows, waiting, stats.preemptions)
+        return tuning.Sample(now, stats.sent, waiting, stats.preemptions)
 
     @property
     def concurrency(self) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
+from airflow_provider_vllm.batch.reasons import Reasons, Samples
 from airflow_provider_vllm.batch.row import Row, place_of
-from airflow_provider_vllm.batch.verdict import SAMPLES, Reasons
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,18 @@ class Stats:
     pack: int = 1
     reasons: Reasons = field(default_factory=Reasons)
     servers: list[Server] = field(default_factory=list)
-    first_cut_off: list[str] = field(default_factory=list)
+    first_cut_off: Samples = field(default_factory=Samples)
 
     def was_cut_off(self, row: Row) -> None:
         """A limit of tokens ended the answer to this row."""
         self.cut_off += 1
-        if len(self.first_cut_off) < SAMPLES:
-            self.first_cut_off.append(f"{row.custom_id} ({place_of(row)})")
+        if self.first_cut_off.wants(row.number):
+            self.first_cut_off.add(row.number, f"{row.custom_id} ({place_of(row)})")
+
+    @property
+    def sent(self) -> int:
+        """Rows whose end the server has decided in this try."""
+        return self.done - self.reused - self.failed["invalid_input"]
 
     @property
     def errors(self) -> int:

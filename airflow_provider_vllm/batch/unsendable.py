@@ -12,12 +12,13 @@ import orjson
 from airflow_provider_vllm.batch import results
 from airflow_provider_vllm.batch.answers import bad_row_line
 from airflow_provider_vllm.batch.check import Checked
+from airflow_provider_vllm.batch.reasons import Reasons, told
 from airflow_provider_vllm.batch.row import BadRow
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.source import UNREADABLE
 from airflow_provider_vllm.batch.sources import ToPath, records
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.batch.verdict import MEND, Reasons, reason_to_fail, told
+from airflow_provider_vllm.batch.verdict import MEND, reason_to_fail
 from airflow_provider_vllm.exceptions import UnsendableRows
 
 LOOK = 10_000  # rows: some tenths of a second

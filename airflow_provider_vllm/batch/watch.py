@@ -134,7 +134,7 @@ class Watch:
         least = min(self._spec.stall_timeout, most)
         if self._movement.moved is not None:
             return least
-        sent = stats.done - stats.reused
+        sent = stats.sent
         if not sent:
             return most
         moved = self._movement.at - self._began

@@ -15,6 +15,8 @@ from airflow_provider_vllm.batch.compact import IntMap, IntSet
 from airflow_provider_vllm.batch.health import Movement, Vitals, is_stalled, observe
 from airflow_provider_vllm.batch.places import spans
 from airflow_provider_vllm.batch.progress import Progress, clock
+from airflow_provider_vllm.batch.reasons import KINDS, Reasons
+from airflow_provider_vllm.batch.row import BadRow
 from airflow_provider_vllm.batch.signals import Stats
 from airflow_provider_vllm.batch.template import RowError, Template
 from airflow_provider_vllm.batch.verdict import backoff, reason_to_fail
@@ -254,3 +256,32 @@ def test_places_are_spans_of_lines() -> None:
     assert spans(numbers) == "a.jsonl:1-3, a.jsonl:10, b.csv:11, b.csv:13"
     assert spans(("a", line) for line in range(10, 50, 2)).endswith("a:24 and 12 more")
     assert spans([]) == ""
+
+
+def failed_row(number: int) -> BadRow:
+    return BadRow(number, f"row-{number + 1}", "http_400", "", "in.csv", number + 2, None)
+
+
+def test_reasons_are_counted_by_what_went_wrong_and_not_by_its_values() -> None:
+    reasons = Reasons()
+    for number in range(20):
+        reasons.add(failed_row(number), "http_400", f"HTTP 400: temperature {9 + number}.5 is high")
+    for number in (25, 24, 23):
+        reasons.add(failed_row(number), "http_400", "HTTP 400: temperature is negative")
+    reasons.add(failed_row(30), "timeout", "no answer in time")
+    text = str(reasons)
+    assert text.startswith("20 x http_400, as row-1: in.csv, line 2: ")
+    assert "| 3 x http_400, as row-24: in.csv" in text, "the first of the input"
+    assert text.endswith("| row-31: in.csv, line 32: no answer in time")
+    assert text.count("line") == 5
+    assert reasons.are_one is False
+
+
+def test_reasons_of_any_number_are_bounded() -> None:
+    reasons = Reasons()
+    for number in range(3 * KINDS):
+        words = "".join(chr(97 + int(digit)) for digit in str(number))
+        reasons.add(failed_row(number), "http_400", f"HTTP 400: {words}")
+    assert f"{2 * KINDS} x http_400" in str(reasons)
+    assert str(reasons).endswith("others")
+    assert reasons.are_one
