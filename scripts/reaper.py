@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
-POLITE_S = 10.0  # for what is left after the started commands have ended
+POLITE_S = 30.0  # for what is left after the started commands have ended
 DEFAULT_END_S = 10.0  # when stdin closes without a word
 
 
@@ -84,9 +84,11 @@ class Reaper:
         self._wait(grace, lambda: not self._started)
         left = strays(os.getpid(), self._started)
         said = [command_line(pid) for pid in left]
-        # The started had their time. What lives outside of them may be a server: it is asked first.
+        # The started had their time. What lives outside of them may be a server: its supervisor is asked, which knows
+        # in which order the others end; those that hold shared memory remove it last.
         _signal([pid for pid in descendants(os.getpid()) if pid not in left], signal.SIGKILL)
-        _signal(left, signal.SIGTERM)
+        tops = children().get(os.getpid(), [])
+        _signal([pid for pid in left if pid in tops], signal.SIGTERM)
         self._wait(POLITE_S if left else 0.0, lambda: not descendants(os.getpid()))
         while alive := descendants(os.getpid()):
             _signal(alive, signal.SIGKILL)
@@ -102,9 +104,9 @@ class Reaper:
             self.reap()
 
 
-def descendants(root: int) -> list[int]:
-    """Pids of all that descend from `root`, the dead not yet collected left out."""
-    children: dict[int, list[int]] = {}
+def children() -> dict[int, list[int]]:
+    """The pids that each process has started, the dead not yet collected left out."""
+    found: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -112,10 +114,15 @@ def descendants(root: int) -> list[int]:
             # After the command's name, which may itself hold spaces and brackets.
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
-                children.setdefault(int(parent), []).append(int(entry.name))
-    found, todo = [], [root]
+                found.setdefault(int(parent), []).append(int(entry.name))
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """Pids of all that descend from `root`."""
+    of, found, todo = children(), [], [root]
     while todo:
-        below = children.get(todo.pop(), [])
+        below = of.get(todo.pop(), [])
         found += below
         todo += below
     return found

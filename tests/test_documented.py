@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from pathlib import Path
@@ -92,3 +93,17 @@ def test_braces_for_the_model_in_a_template(tmp_path: Path) -> None:
     operator.render_template_fields({})
     filled = Template(operator.batch["prompt_template"]).fill({"text": "who?"})
     assert filled == 'Answer as {"name": ...}: who?'
+
+
+@pytest.mark.parametrize("name", ["batch", "server"])
+def test_every_option_is_in_its_table(name: str) -> None:
+    from airflow_provider_vllm import ServerSpec
+    from airflow_provider_vllm.batch.spec import BatchSpec
+
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    table = text[text.index("## All options") :] if name == "batch" else text
+    kind = BatchSpec if name == "batch" else ServerSpec
+    # What the operator takes itself, as `sampling`.
+    others = {"params"} if name == "batch" else set()
+    missing = {field.name for field in dataclasses.fields(kind)} - others
+    assert {each for each in missing if f"`{each}`" not in table} == set()

@@ -18,7 +18,8 @@ class Endpoint:
 
     `base_url` ends before `/v1` (for example `http://127.0.0.1:8000`); `model` is the name to send; `api_key`
     is kept out of `repr`. `owned` says whether the server is one of ours, that can be restarted. `fingerprint`
-    changes with whatever can change an answer (weights, engine options, adapters); empty where unknown.
+    changes with whatever can change an answer (weights, engine options, adapters); empty where unknown. `names` are
+    the models that it will answer as, where that is known before it is started.
     """
 
     base_url: str
@@ -26,6 +27,7 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     owned: bool = False
     fingerprint: str = ""
+    names: tuple[str, ...] = ()
 
     def answers_like(self, other: Endpoint) -> bool:
         """Whether both give the same answers, as far as is known."""

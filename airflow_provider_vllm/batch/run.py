@@ -59,7 +59,7 @@ def run_batch(
         if resumed.is_anything_left:
             if resumed.left is None:  # whose it is must be known while its server starts
                 journal.write_meta(resumed.meta)
-            refuse_hopeless(spec, checked, endpoint.model, to_path)
+            refuse_hopeless(spec, checked, endpoint, to_path, log)
             planned, endpoint = endpoint, link.connect()
             judge = resumed.why and spec.on_changed_input == "fail"
             if judge or not endpoint.answers_like(planned):

@@ -295,7 +295,9 @@ def _endpoint(running: Running) -> Endpoint:
 
 
 def _planned(spec: ServerSpec, model: str) -> Endpoint:
-    return Endpoint("", model, owned=True, fingerprint=spec.fingerprint)
+    known = (model, spec.served_model_name, spec.model, *(spec.lora_modules or ()))
+    names = () if spec.command else known  # a command may serve anything
+    return Endpoint("", model, owned=True, fingerprint=spec.fingerprint, names=names)
 
 
 def _refuse_after_stop(directory: GenerationDir) -> None:

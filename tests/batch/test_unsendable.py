@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from airflow_provider_vllm.batch import unsendable
 from airflow_provider_vllm.batch.check import check_inputs
 from airflow_provider_vllm.batch.spec import BatchSpec
 from airflow_provider_vllm.exceptions import BatchFailed
-from tests.batch.helpers import ForeignLink, run
+from tests.batch.helpers import ForeignLink, batch_row, run, write_rows
 from tests.fakes.endpoint import ThreadedEndpoint
 
 GOOD, BAD = {"prompt": "a"}, {"prompt": 1}
@@ -110,3 +111,25 @@ def test_a_long_input_is_read_on_only_while_too_many_are_bad(
     found = unsendable.look(batch, check_inputs(batch), "tiny", 100)
     assert found.read == read
     assert (found.reason is not None) is judged
+
+
+@pytest.mark.parametrize(("model", "told"), [("gpt-4o-mini", True), ("loud", False), (None, False)])
+def test_a_model_that_the_server_will_not_have_is_told_of_before_it_is_loaded(
+    link: ForeignLink,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model: str | None,
+    told: bool,
+) -> None:
+    """A batch file for another server names its model in every row."""
+    named = {} if model is None else {"model": model}
+    rows = [batch_row("a", "x", **named), batch_row("b", "y", **named)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    link.endpoint = replace(link.endpoint, names=("tiny", "loud"))
+    batch = BatchSpec(
+        input_path=str(source), output_path=str(tmp_path / "out.jsonl"), max_error_rate=1
+    )
+    run(batch, link, tmp_path)
+    warnings = [text for text in caplog.messages if "the server will have loud, tiny" in text]
+    assert bool(warnings) is told
+    assert all(text.startswith(f"a ({source}, line 1) asks for the model") for text in warnings)
