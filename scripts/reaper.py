@@ -87,9 +87,17 @@ class Reaper:
         # The started had their time. What lives outside of them may be a server: its supervisor is asked, which knows
         # in which order the others end; those that hold shared memory remove it last.
         _signal([pid for pid in descendants(os.getpid()) if pid not in left], signal.SIGKILL)
-        tops = children().get(os.getpid(), [])
-        _signal([pid for pid in left if pid in tops], signal.SIGTERM)
-        self._wait(POLITE_S if left else 0.0, lambda: not descendants(os.getpid()))
+        asked: set[int] = set()
+
+        def over() -> bool:
+            of = children()
+            # Those of a supervisor that has died come to us.
+            tops = [pid for pid in of.get(os.getpid(), []) if pid in left and pid not in asked]
+            _signal(tops, signal.SIGTERM)
+            asked.update(tops)
+            return not of.get(os.getpid())
+
+        self._wait(POLITE_S if left else 0.0, over)
         while alive := descendants(os.getpid()):
             _signal(alive, signal.SIGKILL)
             self._wait(0.2, lambda: not descendants(os.getpid()))

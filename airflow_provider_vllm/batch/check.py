@@ -69,9 +69,9 @@ def check_inputs(
     RowMaker(spec, "")  # raises for a template that cannot be used
     checker(spec.output_schema)
     _check_output(spec, sources, to_path)
-    _check_header(spec, sources)
-    extent = measure(spec, sources)
     try:
+        _check_header(spec, sources)
+        extent = measure(spec, sources)
         check_columns(spec, sources)
     except Damaged as error:
         raise InvalidPrompts(f"input_path {error}; it cannot be read to its end") from error

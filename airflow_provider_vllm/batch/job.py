@@ -257,7 +257,7 @@ class Job:
 
     def _kept(self, answers: int) -> str:
         if not answers:
-            return "no row was answered: a retry sends every row"
+            return "no answer is kept: a retry sends every row"
         kept = "1 answer is" if answers == 1 else f"{answers} answers are"
         return f"{kept} kept in {self._journal.name}: a retry sends only the others"
 
@@ -271,7 +271,8 @@ class Job:
             alike = not sender.stats.ok and sender.stats.reasons.are_one
             parts.append(ALL_ALIKE if alike else MEND)
         if not isinstance(error, JournalFailed):
-            parts.append(self._kept(manifest.ok))
+            left = self._resumed.left or Left()
+            parts.append(self._kept(max(manifest.ok, left.kept)))
         errors = None
         if self._spec.output_path is None and isinstance(error, TooManyErrors):
             errors = results.read_errors(self._journal, sender.stats.read)

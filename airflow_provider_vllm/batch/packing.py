@@ -82,7 +82,9 @@ def is_short(row: Row) -> bool:
 
 def not_offered(reply: Reply, url: str) -> bool:
     """Whether a refused pack says that the server has no such endpoint, and not no such model."""
-    missing = reply.status in (404, 405, 501) and b"model" not in reply.body.lower()
+    elsewhere = 300 <= reply.status < 400  # a gateway that knows some paths only
+    missing = elsewhere or reply.status in (403, 404, 405, 501)
+    missing = missing and b"model" not in reply.body.lower()
     return missing and url != PACKABLE[url]
 
 

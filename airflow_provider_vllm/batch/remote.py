@@ -127,7 +127,7 @@ class RemoteJournal(Journal):
 
     def _send(self) -> None:
         whole = True
-        while whole and (data := os.pread(self._fd, PART_BYTES, self._sent)):
+        while whole and self._fd >= 0 and (data := os.pread(self._fd, PART_BYTES, self._sent)):
             self._put(f"{self._segment}.{self._part:06d}.part", data)
             self._sent += len(data)
             self._part += 1

@@ -199,9 +199,10 @@ class Replies:
             self._settle_wrong(row, body, error)
 
     def _settle_bad_pack(self, rows: list[Row], reply: Reply, kind: Kind) -> None:
-        if kind is Kind.REJECTED:
+        not_offered = packing.not_offered(reply, rows[0].url)
+        if kind is Kind.REJECTED or not_offered:
             self.refusals.works()
-            self.no_packs = self.no_packs or packing.not_offered(reply, rows[0].url)
+            self.no_packs = self.no_packs or not_offered
             self._halve(rows)
             return
         for row in rows:

@@ -155,7 +155,7 @@ class RowMaker:
             except orjson.JSONDecodeError:
                 record = None
         own = _own_id(record) if isinstance(record, dict) else None
-        if own:  # the name is used, by a line of the errors file
+        if own and not isinstance(value, RecordError):  # whose cells may stand in the wrong columns
             self._named = True
             self._seen.add(hash(own))
         custom_id = own or self.default_id(number)

@@ -59,6 +59,8 @@ def run_batch(
         if resumed.is_anything_left:
             if resumed.left is None:  # whose it is must be known while its server starts
                 journal.write_meta(resumed.meta)
+            elif (known := journal.read_meta()) and known.errors_path != spec.errors_path:
+                journal.write_meta(replace(known, errors_path=spec.errors_path))
             refuse_hopeless(spec, checked, endpoint, to_path, log)
             planned, endpoint = endpoint, link.connect()
             judge = resumed.why and spec.on_changed_input == "fail"

@@ -94,7 +94,9 @@ def find_sources(spec: BatchSpec, to_path: ToPath, own: Sequence[str] = ()) -> t
     if empty and len(empty) == len(found):
         raise InvalidPrompts(f"input_path {empty[0]} is empty: there is nothing to do")
     if empty:  # of several, as of a day without rows
-        log.warning("input_path has files without a byte, which are left out: %s", some(empty))
+        log.warning(
+            "input_path has files with nothing in them, which are left out: %s", some(empty)
+        )
     return tuple(source for source in found.values() if source is not None)
 
 
@@ -159,7 +161,7 @@ def kind_of(name: str) -> str:
 
 
 def _source(name: str, path: Any, wanted: str | None) -> Source | None:
-    """None for a file without a byte. Raises InvalidPrompts."""
+    """None for a file without a byte, and for a CSV file without a header. Raises InvalidPrompts."""
     try:
         if path.is_dir():
             files = f"{name.rstrip('/')}/*{suffix if (suffix := suffix_of(name)) in SUFFIXES else '.jsonl'}"
@@ -176,7 +178,15 @@ def _source(name: str, path: Any, wanted: str | None) -> Source | None:
         if not start and kind != "parquet":
             return None
         gz = start.startswith(GZIP)  # the name may say otherwise
-        source = Source(name, path, kind, gz, _unpacked(start) if gz else start)
+        content, is_all = _unpacked(start) if gz else (start, True)
+        if (
+            kind == "csv"
+            and is_all
+            and len(start) < HEAD
+            and not content.removeprefix(BOM).strip(BLANK)
+        ):
+            return None
+        source = Source(name, path, kind, gz, content)
     except FileNotFoundError:
         raise InvalidPrompts(f"input_path {name} does not exist{_where(path)}") from None
     except InvalidPrompts:
@@ -189,9 +199,11 @@ def _source(name: str, path: Any, wanted: str | None) -> Source | None:
     return source
 
 
-def _unpacked(start: bytes) -> bytes:
-    """The first bytes of a gzip file, as far as they go."""
-    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(start, HEAD)
+def _unpacked(start: bytes) -> tuple[bytes, bool]:
+    """The first bytes of a gzip file, as far as they go, and whether its end was met."""
+    packed = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    content = packed.decompress(start, HEAD)
+    return content, packed.eof and not packed.unused_data
 
 
 def _check_start(source: Source) -> None:

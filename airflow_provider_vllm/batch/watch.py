@@ -210,7 +210,7 @@ class Watch:
         )
         wrong = self._fails_probe()
         if wrong is None:
-            self._log.info("The server answers: the rows in flight are only slow")
+            self._log.info("The server is not frozen: the rows in flight are only slow")
             self._movement = Movement(
                 time.monotonic(), self._sender.stats.done, self._movement.moved
             )
@@ -230,8 +230,13 @@ class Watch:
         return health.probe(endpoint, self._sender.url, model, self._spec.probe_timeout)
 
     def _wrong(self, endpoint: Endpoint) -> str | None:
-        """What a server that is waited for still lacks: it is lost again at once unless both are good."""
-        return health.is_healthy(endpoint) or self._probe(endpoint)
+        """What a server that is waited for still lacks. One that works for others is back, though its queue is long."""
+        if (wrong := health.is_healthy(endpoint)) is not None:
+            return wrong
+        moved = health.look(endpoint).moved
+        wrong = self._probe(endpoint)
+        is_busy = moved is not None and health.look(endpoint).moved not in (None, moved)
+        return None if is_busy else wrong
 
     def _lose(self, reason: str) -> None:
         self._lost = True

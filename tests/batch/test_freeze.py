@@ -85,7 +85,8 @@ def test_a_foreign_server_that_stays_frozen_is_waited_for(
     def probe(*asked: Any) -> str | None:
         said = real_probe(*asked)
         probed.append(said)
-        server.behaviour.frozen = len(probed) < 3  # the first one finds the freeze
+        failed = len(probed) - probed.count(None)
+        server.behaviour.frozen = failed < 3  # the first one finds the freeze
         return said
 
     real_probe = health.probe
@@ -96,7 +97,7 @@ def test_a_foreign_server_that_stays_frozen_is_waited_for(
     spec = spec_of(tmp_path, stall_timeout=0.6, probe_timeout=0.5)
     manifest = run_batch(spec, link, journal_dir=str(tmp_path / "journal"), log=LOG).manifest
     thread.join()
-    assert [said is None for said in probed] == [False, False, False, True]
+    assert [said is None for said in probed][-4:] == [False, False, False, True]
     assert manifest.server_losses == 1
     waits = [report for report in reports if report.startswith("still waiting for the server")]
     assert len(reports) == 1 + len(waits) == 3
@@ -287,7 +288,7 @@ def test_a_late_word_of_the_health_is_no_death_where_a_token_comes(
     monkeypatch.setattr(health, "LOOK_TIMEOUT", 0.4)
     monkeypatch.setattr(health, "is_healthy", late)
     prompts = ["[[once 500]]", *(f"[[slow 1]] {index}" for index in range(3))]
-    spec = BatchSpec(prompts=prompts, concurrency=4, pack=1, probe_timeout=0.5)
+    spec = BatchSpec(prompts=prompts, concurrency=4, pack=1, probe_timeout=0.5 if frozen else 5)
     manifest = run(spec, link, tmp_path).manifest
     assert manifest.outcomes == {"ok": 4}
     assert manifest.server_losses == (1 if frozen else 0)

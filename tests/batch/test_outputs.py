@@ -10,7 +10,12 @@ import pytest
 
 from airflow_provider_vllm.batch.run import check_inputs, run_batch
 from airflow_provider_vllm.batch.spec import BatchSpec
-from airflow_provider_vllm.exceptions import InvalidInput, InvalidPrompts, TooManyErrors
+from airflow_provider_vllm.exceptions import (
+    InvalidInput,
+    InvalidPrompts,
+    TooManyErrors,
+    UnsendableRows,
+)
 from tests.batch.helpers import LOG, ForeignLink, read_rows, run, write_rows
 
 GOOD = [{"prompt": "a"}, {"prompt": "b"}]
@@ -183,7 +188,7 @@ def test_a_clear_with_another_errors_path_takes_no_other_batch_s_file(
             input_path=str(source),
             output_path=str(tmp_path / output),
             errors_path=str(tmp_path / errors),
-            max_error_rate=0 if failed else 1,
+            max_error_rate=0 if failed else 0.9,
         )
         run_batch(spec, link, journal_dir=str(tmp_path / f"{output}.journal"), log=LOG)
 
@@ -202,6 +207,10 @@ def test_a_clear_with_another_errors_path_takes_no_other_batch_s_file(
     assert (tmp_path / "other.errors.jsonl").read_bytes() == theirs
     end("one.jsonl", "new.errors.jsonl")  # a new place is as good as the old one,
     end("one.jsonl", "new.errors.jsonl")  # and its own from then on
+    write_rows(source, [{"prompt": "new"}, *[{"prompt": 1}] * 29])
+    for _ in range(2):  # where no server is asked, too
+        with pytest.raises(UnsendableRows, match="no server was asked"):
+            go("one.jsonl", "hopeless.errors.jsonl")
 
 
 def test_the_errors_of_a_list_of_prompts_take_no_file_of_somebody_else(

@@ -340,3 +340,21 @@ def test_what_has_come_is_kept_where_the_sending_breaks(tmp_path: Path) -> None:
     sender._loop = breaks  # type: ignore[method-assign]
     assert "at this moment" in str(ended(sender))
     assert sender.stats.outcomes == {"ok": 1}
+
+
+@pytest.mark.parametrize("status", [302, 403, 404, 501])
+def test_a_gateway_that_knows_no_packs_ends_them_and_not_the_batch(
+    tmp_path: Path, status: int
+) -> None:
+    """The rows go alone, to the path that it knows; a wrong key shows there."""
+    rows = [("prompts", number, "a") for number in range(1, 5)]
+    sender = a_sender(tmp_path, BatchSpec(prompts=["a"], pack=4), rows)
+    made = [row for row in sender._waiting.take_new(4, True) if isinstance(row, Row)]
+    sender.stats.in_flight = 4
+    replies = sender._replies
+    replies.settle([], [Reply(made, status)])
+    assert replies.failure is None and replies.no_packs
+    assert [len(part) for part in sender._waiting.parcels] == [1, 1, 1, 1]
+    sender.stats.in_flight = 1
+    replies.settle([], [Reply(made[0], status)])
+    assert (replies.failure is not None) is (status < 404)

@@ -76,7 +76,7 @@ def test_a_glob_leaves_out_what_the_batch_writes_by_any_name(
 EMPTY = {
     "jsonl": [b"", b"\n \n", gzip.compress(b"")],
     "txt": [b"", b"\n"],
-    "csv": [b"", b"prompt,label\n", b"prompt\n\n"],
+    "csv": [b"", b"\n", b"\xef\xbb\xbf", gzip.compress(b""), b"prompt,label\n", b"prompt\n\n"],
 }
 
 
@@ -147,6 +147,7 @@ def test_all_of_them_hold_no_row(tmp_path: Path) -> None:
     [
         ("b.parquet", b"", "is not Parquet"),
         ("b.jsonl.gz", gzip.compress(b"")[:10], "cannot be read to its end"),
+        ("b.csv", gzip.compress(b"")[:10], "cannot be read to its end"),
     ],
 )
 def test_damage_is_not_taken_for_nothing(
