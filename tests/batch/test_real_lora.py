@@ -20,6 +20,8 @@ from airflow_provider_vllm.spec import ServerSpec
 from tests.batch.helpers import LOG, batch_row, read_rows, write_rows
 
 pytestmark = pytest.mark.vllm
+# vLLM 0.32's CPU build answers all rows that run at once with the adapter of one of them, whoever asks.
+ALONE: dict[str, Any] = {"concurrency": 1, "pack": 1}
 
 
 def adapter(folder: Path, model: Path) -> Path:
@@ -66,13 +68,14 @@ def test_an_adapter_answers_by_its_name(
     try:
         answers = {}
         for model in (None, "loud"):
-            batch = BatchSpec(prompts=prompts, model=model, params=params)
+            batch = BatchSpec(prompts=prompts, model=model, params=params, **ALONE)
             folder = tmp_path / f"journal-{model}"
             answers[model] = run_batch(batch, link, journal_dir=str(folder), log=LOG).answers
         mixed = BatchSpec(
             input_path=str(write_rows(tmp_path / "in.jsonl", rows)),
             output_path=str(tmp_path / "out.jsonl"),
             max_error_rate=0.3,
+            **ALONE,
         )
         run_batch(mixed, link, journal_dir=str(tmp_path / "journal"), log=LOG)
     finally:
@@ -82,8 +85,7 @@ def test_an_adapter_answers_by_its_name(
     assert all(one != other for one, other in zip(plain, loud, strict=True))
     said = [row["response"]["body"] for row in read_rows(tmp_path / "out.jsonl")]
     assert [body["model"] for body in said] == ["m", "loud", "m"]
-    # Which is not to the letter what it says in other company: a batch of both models rounds otherwise.
-    asked_of_one, asked_of_other = (body["choices"][0]["message"]["content"] for body in said[:2])
-    assert asked_of_one != asked_of_other
+    texts = [body["choices"][0]["message"]["content"] for body in said]
+    assert texts == [plain[0], loud[0], plain[1]]
     (error,) = read_rows(tmp_path / "out.jsonl.errors.jsonl")
     assert (error["custom_id"], error["error"]["code"]) == ("id-3", "http_404")
