@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import uuid
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -181,7 +181,9 @@ def main() -> None:
     plan = json.loads(args.plan)
     if plan.get("ignore_term"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # As vLLM's message queues: a tracker process removes it when this one is gone, killed or not.
+    # As vLLM's message queues: a tracker process removes it when this one is gone, killed or not. It runs before there
+    # is something to remove, or a signal in between would leave it.
+    resource_tracker.ensure_running()
     segment = shared_memory.SharedMemory(create=True, size=4096)
     leave_socket()
     engine = sleeper("engine", False)
