@@ -38,6 +38,7 @@ class Job:
     memory: bool = False
     endpoint: str = "chat"
     prompt: str = "long"
+    folder: str | None = None  # where another one goes on
 
 
 def bodies(job: Job) -> Iterator[dict[str, Any]]:
@@ -227,8 +228,8 @@ KINDS = {
 
 def main() -> None:
     kind, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
-    with tempfile.TemporaryDirectory() as folder:
-        found = KINDS[kind](job, Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        found = KINDS[kind](job, Path(job.folder or name))
     print(json.dumps({"rows": job.rows, **found}))
 
 

@@ -57,6 +57,7 @@ def test_memory_is_measured() -> None:
     assert set(found) == {
         "MiB above the start, at most",
         "MiB grown after a tenth",
+        "MiB above the start, of a retry that has all answers",
         "speed of the last third, of the first",
     }
     assert found["MiB above the start, at most"] != [0.0]

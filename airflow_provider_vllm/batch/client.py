@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import pycurl
 
 from airflow_provider_vllm.batch.endpoint import Endpoint
-from airflow_provider_vllm.batch.reply import Fault, Reply
+from airflow_provider_vllm.batch.reply import Kind, Reply
 from airflow_provider_vllm.exceptions import BatchFailed
 
 CONNECT_TIMEOUT = 20.0
@@ -42,17 +42,17 @@ FILES_OF_A_REQUEST = 8  # its connection, and what libcurl wakes itself with
 MOST_ANSWER = 1 << 28  # bytes: one that has no end would take the memory of all
 HIDDEN = b"***"
 NUMBERS = {
-    pycurl.E_COULDNT_CONNECT: Fault.UNSENT,
-    pycurl.E_COULDNT_RESOLVE_HOST: Fault.UNSENT,
-    pycurl.E_COULDNT_RESOLVE_PROXY: Fault.UNSENT,
-    pycurl.E_OPERATION_TIMEDOUT: Fault.TIMED_OUT,
-    pycurl.E_FILESIZE_EXCEEDED: Fault.TOO_LARGE,
-    pycurl.E_URL_MALFORMAT: Fault.MISCONFIGURED,
-    pycurl.E_UNSUPPORTED_PROTOCOL: Fault.MISCONFIGURED,
-    pycurl.E_SSL_CACERT: Fault.MISCONFIGURED,
-    pycurl.E_PEER_FAILED_VERIFICATION: Fault.MISCONFIGURED,
-    pycurl.E_SSL_CACERT_BADFILE: Fault.MISCONFIGURED,
-    pycurl.E_SSL_CERTPROBLEM: Fault.MISCONFIGURED,
+    pycurl.E_COULDNT_CONNECT: Kind.UNSENT,
+    pycurl.E_COULDNT_RESOLVE_HOST: Kind.UNSENT,
+    pycurl.E_COULDNT_RESOLVE_PROXY: Kind.UNSENT,
+    pycurl.E_OPERATION_TIMEDOUT: Kind.TIMEOUT,
+    pycurl.E_FILESIZE_EXCEEDED: Kind.REJECTED,
+    pycurl.E_URL_MALFORMAT: Kind.FATAL,
+    pycurl.E_UNSUPPORTED_PROTOCOL: Kind.FATAL,
+    pycurl.E_SSL_CACERT: Kind.FATAL,
+    pycurl.E_PEER_FAILED_VERIFICATION: Kind.FATAL,
+    pycurl.E_SSL_CACERT_BADFILE: Kind.FATAL,
+    pycurl.E_SSL_CERTPROBLEM: Kind.FATAL,
 }
 FAULTS = (pycurl.error, ValueError, MemoryError)  # what libcurl's interface raises
 
@@ -100,7 +100,7 @@ class Client:
         try:
             self._multi.add_handle(curl)
         except FAULTS as error:
-            self._unsent.append(Reply(tag, 0, fault=Fault.UNSENT, message=_said(error)))
+            self._unsent.append(Reply(tag, 0, fault=Kind.UNSENT, message=_said(error)))
             return
         transfer.tag = tag
         self._busy[curl] = transfer
@@ -117,7 +117,7 @@ class Client:
             self._move(0.0 if others else wait, good, others)
         except FAULTS as error:
             said = _said(error)
-            others += [Reply(tag, 0, fault=Fault.BROKEN, message=said) for tag in self.abort()]
+            others += [Reply(tag, 0, fault=Kind.DOUBTFUL, message=said) for tag in self.abort()]
             self._start_over()
         return good, others
 
@@ -174,14 +174,14 @@ class Client:
             remove(curl)
             transfer = end(curl)
             transfer.chunks.clear()
-            fault = NUMBERS.get(number, Fault.BROKEN)
+            fault = NUMBERS.get(number, Kind.DOUBTFUL)
             # libcurl sends again by itself when a kept connection was dead: what it says of the last
             # attempt is not what the server has seen.
-            if fault is Fault.TIMED_OUT and not curl.getinfo(pycurl.REQUEST_SIZE):
-                fault = Fault.UNSENT
-            elif fault is Fault.UNSENT and curl.getinfo(pycurl.REQUEST_SIZE):
-                fault = Fault.BROKEN
-            elif fault is Fault.TOO_LARGE:
+            if fault is Kind.TIMEOUT and not curl.getinfo(pycurl.REQUEST_SIZE):
+                fault = Kind.UNSENT
+            elif fault is Kind.UNSENT and curl.getinfo(pycurl.REQUEST_SIZE):
+                fault = Kind.DOUBTFUL
+            elif number == pycurl.E_FILESIZE_EXCEEDED:
                 message = f"the answer has more than {MOST_ANSWER >> 20} MiB"
             others.append(Reply(transfer.tag, 0, fault=fault, message=message))
             free(transfer)
@@ -246,9 +246,9 @@ def _secrets(key: str | None) -> tuple[bytes, ...]:
 def _refused(tag: Any, error: BaseException) -> Reply:
     """The end of a request that libcurl did not take. What is no text for it is the URL or the key of the endpoint."""
     number = error.args[0] if isinstance(error, pycurl.error) and error.args else None
-    fault = NUMBERS.get(number, Fault.UNSENT)
+    fault = NUMBERS.get(number, Kind.UNSENT)
     if isinstance(error, ValueError):
-        fault = Fault.MISCONFIGURED
+        fault = Kind.FATAL
     return Reply(tag, 0, fault=fault, message=_said(error))
 
 

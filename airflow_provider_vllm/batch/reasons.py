@@ -25,9 +25,6 @@ class Samples:
     def __init__(self) -> None:
         self._found: list[tuple[int, str]] = []
 
-    def __len__(self) -> int:
-        return len(self._found)
-
     def wants(self, number: int) -> bool:
         """Whether row `number` is among the first few so far."""
         return len(self._found) < SAMPLES or number < self._found[-1][0]

@@ -53,7 +53,7 @@ class Replies:
         may_pack: bool,
         ask: Callable[[str], None],
     ) -> None:
-        self._spec, self._waiting, self._ledger, self.stats = spec, waiting, ledger, stats
+        self._spec, self._waiting, self._ledger, self._stats = spec, waiting, ledger, stats
         self._may_pack, self._ask = may_pack, ask
         self.refusals = Refusals(0.0)
         self.paused = self.no_packs = False
@@ -117,7 +117,7 @@ class Replies:
 
     def settle(self, good: list[tuple[Any, bytes]], others: list[Reply]) -> None:
         """What a client's `poll` returned."""
-        stats, alone = self.stats, good
+        stats, alone = self._stats, good
         held, self.freed = stats.in_flight, 0
         if good:
             self._failed_in_a_row = 0
@@ -152,10 +152,10 @@ class Replies:
             self._failed_in_a_row += failed
         for reply, kind in zip(others, kinds, strict=True):
             if type(reply.tag) is list:
-                self.stats.in_flight -= len(reply.tag)
+                self._stats.in_flight -= len(reply.tag)
                 self._settle_bad_pack(reply.tag, reply, kind)
             else:
-                self.stats.in_flight -= 1
+                self._stats.in_flight -= 1
                 self._settle_bad(reply.tag, reply, kind, held == 1)
 
     def _kind(self, reply: Reply) -> Kind:
@@ -212,8 +212,8 @@ class Replies:
 
     def _halve(self, rows: list[Row]) -> None:
         """Send a failed pack again in parts, down to single rows."""
-        self.stats.retries += len(rows)
-        middle = len(rows) // 2 if self.stats.pack > 1 and not self.no_packs else 1
+        self._stats.retries += len(rows)
+        middle = len(rows) // 2 if self._stats.pack > 1 and not self.no_packs else 1
         parts = [rows[at : at + middle] for at in range(0, len(rows), middle)]
         self._waiting.parcels.extend(parts)
 
@@ -234,7 +234,7 @@ class Replies:
             text = f"{message} (tried {row.attempts} times)"
             self._ledger.failed(row, "failed", code, text)
             return
-        self.stats.retries += 1
+        self._stats.retries += 1
         until = time.monotonic() + backoff(row.attempts, jitter=random.random())
         self._waiting.pauses.put(row, until)
 
@@ -243,10 +243,9 @@ class Replies:
 
         `alone` says that this row was all that it had.
         """
-        self.stats.refused += 1
-        alone = (
-            alone and self.refusals.is_settled
-        )  # else it may be the last of many that came at once
+        self._stats.refused += 1
+        # Else it may be the last of many that came at once.
+        alone = alone and self.refusals.is_settled
         waited = self.refusals.refused(row, time.monotonic())
         if waited > self._spec.request_timeout:
             text = f"{message} (for {waited:.0f} s)"
@@ -254,7 +253,7 @@ class Replies:
             self._ledger.failed(row, "failed", "busy", text, status=status, body=body)
             return
         seconds = pause(row, reply.retry_after, alone=alone, jitter=random.random())
-        self.stats.retries += 1
+        self._stats.retries += 1
         until, guessed = time.monotonic() + seconds, reply.retry_after <= 0
         self._waiting.pauses.put(row, until, refused=True, guessed=guessed)
 

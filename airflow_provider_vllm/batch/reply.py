@@ -10,27 +10,6 @@ import orjson
 from airflow_provider_vllm.exceptions import BatchFailed
 
 
-class Fault(Enum):
-    """Why a request brought no status."""
-
-    UNSENT = "never reached the server"
-    BROKEN = "the connection broke"
-    TIMED_OUT = "no answer in time"
-    TOO_LARGE = "the answer has no end"
-    MISCONFIGURED = "the URL, the key or a certificate is wrong"
-
-
-class Reply(NamedTuple):
-    """The end of one request: `status` and `body`, or a `fault` and its `message`."""
-
-    tag: Any
-    status: int
-    body: bytes = b""
-    fault: Fault | None = None
-    message: str = ""
-    retry_after: float = 0.0
-
-
 class Kind(Enum):
     """What a failed request means for its row."""
 
@@ -42,13 +21,17 @@ class Kind(Enum):
     FATAL = "no request can work"
 
 
-OF_FAULTS = {
-    Fault.UNSENT: Kind.UNSENT,
-    Fault.BROKEN: Kind.DOUBTFUL,
-    Fault.TIMED_OUT: Kind.TIMEOUT,
-    Fault.TOO_LARGE: Kind.REJECTED,
-    Fault.MISCONFIGURED: Kind.FATAL,
-}
+class Reply(NamedTuple):
+    """The end of one request: `status` and `body`, or, without a status, the `fault` and its `message`."""
+
+    tag: Any
+    status: int
+    body: bytes = b""
+    fault: Kind | None = None
+    message: str = ""
+    retry_after: float = 0.0
+
+
 WRONG_ANYWAY = (501, 505)  # of the server's errors those that no time mends
 
 
@@ -56,7 +39,7 @@ def classify(reply: Reply) -> Kind:
     """Why a reply without status 200 came, as far as it alone can say."""
     status = reply.status
     if reply.fault is not None:
-        return OF_FAULTS[reply.fault]
+        return reply.fault
     if status in (401, 403) or 300 <= status < 400:
         return Kind.FATAL
     if status in (408, 425, 429):

@@ -14,9 +14,11 @@ from typing import Any
 import orjson
 from upath import UPath
 
+from airflow_provider_vllm.batch.client import Client
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.extent import measure
 from airflow_provider_vllm.batch.health import is_healthy
+from airflow_provider_vllm.batch.reply import Reply
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.run import BatchResult, run_batch
@@ -34,6 +36,9 @@ CHAT = "/v1/chat/completions"
 def to_path(text: str) -> Any:
     """As the operators do: a URL on fsspec's memory file system, or a local path."""
     return UPath(text) if "://" in text else local_path(text)
+
+
+BODY = b'{"messages": [{"role": "user", "content": "hello"}]}'
 
 
 class ForeignLink:
@@ -173,3 +178,15 @@ def prompts_of(spec: BatchSpec) -> list[str]:
     assert [row.number for row in rows] == list(range(len(rows)))
     bodies = [orjson.loads(row.body) for row in rows if isinstance(row, Row)]
     return [body["messages"][-1]["content"] for body in bodies]
+
+
+def poll_until_done(client: Client, count: int) -> tuple[list[Any], list[Reply]]:
+    """What comes back of so many requests, good and other."""
+    good: list[Any] = []
+    others: list[Reply] = []
+    deadline = time.monotonic() + 10
+    while len(good) + len(others) < count and time.monotonic() < deadline:
+        some, bad = client.poll(0.05)
+        good += some
+        others += bad
+    return good, others

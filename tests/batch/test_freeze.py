@@ -29,6 +29,18 @@ from tests.batch.matrix import check, spec_of
 from tests.fakes.endpoint import ThreadedEndpoint
 
 
+def of_a_file(source: Path) -> BatchSpec:
+    """A batch that is soon out of patience."""
+    return BatchSpec(
+        input_path=str(source),
+        output_path=str(source.with_name("out.jsonl")),
+        concurrency=4,
+        pack=1,
+        stall_timeout=0.5,
+        probe_timeout=0.5,
+    )
+
+
 def freeze_after(server: ThreadedEndpoint, rows: int) -> threading.Thread:
     """The engine stops when so many rows have come; the thread that does it, started."""
 
@@ -188,14 +200,7 @@ def test_the_probe_asks_where_the_rows_go(
     monkeypatch.setattr(health, "probe", probe)
     rows = [batch_row(f"id-{index}", "", EMBEDDINGS, input=f"p{index}") for index in range(100)]
     source = write_rows(tmp_path / "in.jsonl", rows)
-    spec = BatchSpec(
-        input_path=str(source),
-        output_path=str(tmp_path / "out.jsonl"),
-        concurrency=4,
-        pack=1,
-        stall_timeout=0.5,
-        probe_timeout=0.5,
-    )
+    spec = of_a_file(source)
     thread = freeze_after(server, 50)
     assert run(spec, link, tmp_path).manifest.outcomes == {"ok": 100}
     thread.join()
@@ -210,14 +215,7 @@ def test_the_log_says_which_rows_were_in_flight(
     link.on_recover = lambda: setattr(server.behaviour, "frozen", False)
     made = [batch_row(f"id-{index}", f"secret {index}") for index in range(200)]
     source = write_rows(tmp_path / "in.jsonl", made)
-    spec = BatchSpec(
-        input_path=str(source),
-        output_path=str(tmp_path / "out.jsonl"),
-        concurrency=4,
-        pack=1,
-        stall_timeout=0.5,
-        probe_timeout=0.5,
-    )
+    spec = of_a_file(source)
     thread = freeze_after(server, 100)
     with caplog.at_level(logging.INFO):
         run(spec, link, tmp_path)

@@ -179,7 +179,9 @@ def test_an_engine_that_dies_behind_a_living_api_server(
     check(tmp_path, quiet)
 
 
-def test_a_server_that_never_comes_back(link: ForeignLink, tmp_path: Path) -> None:
+def test_a_server_that_never_comes_back(
+    link: ForeignLink, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lost = OwnLink(restarts=0, latency=0.02)
     process = lost.process
 
@@ -195,6 +197,8 @@ def test_a_server_that_never_comes_back(link: ForeignLink, tmp_path: Path) -> No
     manifest = caught.value.manifest
     assert manifest is not None
     assert manifest["ok"] >= 40
+    (summary,) = [line for line in caplog.messages if line.startswith("Failed: ")]
+    assert f"{manifest['ok']} ok" in summary
     result = run(spec_of(tmp_path), link, tmp_path)
     assert result.manifest.reused == manifest["ok"]
 

@@ -44,6 +44,27 @@ def names() -> set[str]:
     return {name.rpartition("/bucket/")[2] for name in fsspec.filesystem("memory").store}
 
 
+def write_journal(rows: int, *, sync: bool) -> None:
+    """One of so many answers, sent after each or all at its end."""
+    journal = RemoteJournal(UPath(f"{BUCKET}/journal"))
+    journal.open()
+    for row in range(rows):
+        journal.add(row, True, b"%016x %d ok 0 0 " % (row + 1, row), b'{"a":1}', b"\n")
+        journal.flush()
+        if sync:
+            journal.sync()
+    journal.close()
+
+
+def read_journal() -> int:
+    """How many answers another host finds."""
+    journal = RemoteJournal(UPath(f"{BUCKET}/journal"))
+    journal.open()
+    found = len(journal.earlier().answers)
+    journal.close()
+    return found
+
+
 def test_everything_on_object_storage(link: ForeignLink) -> None:
     put("a.jsonl", 30)
     put("b.jsonl", 20)
@@ -81,20 +102,11 @@ def test_another_host_goes_on(server: ThreadedEndpoint, link: ForeignLink) -> No
 
 
 def test_a_gap_in_the_parts_hides_what_follows(link: ForeignLink) -> None:
-    journal = RemoteJournal(UPath(f"{BUCKET}/journal"))
-    journal.open()
-    for row in range(4):
-        journal.add(row, True, b"%016x %d ok 0 0 " % (row + 1, row), b'{"a":1}', b"\n")
-        journal.flush()
-        journal.sync()
-    journal.close()
+    write_journal(4, sync=True)
     parts = sorted(name for name in names() if name.endswith(".part"))
     assert len(parts) == 4
     UPath(f"{BUCKET}/{parts[2]}").unlink()
-    again = RemoteJournal(UPath(f"{BUCKET}/journal"))
-    again.open()
-    assert len(again.earlier().answers) == 2
-    again.close()
+    assert read_journal() == 2
 
 
 def test_a_storage_that_fails_for_a_while_loses_nothing(
@@ -116,19 +128,11 @@ def test_what_an_outage_held_back_is_sent_in_parts_that_fit_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "PART_BYTES", 100)
-    journal = RemoteJournal(UPath(f"{BUCKET}/journal"))
-    journal.open()
-    for row in range(10):
-        journal.add(row, True, b"%016x %d ok 0 0 " % (row + 1, row), b'{"a":1}', b"\n")
-    journal.flush()
-    journal.close()
+    write_journal(10, sync=False)
     parts = [path for path in UPath(f"{BUCKET}/journal").iterdir() if path.name.endswith(".part")]
     sizes = [path.stat().st_size for path in parts]
     assert len(sizes) > 3 and max(sizes) == 100
-    again = RemoteJournal(UPath(f"{BUCKET}/journal"))
-    again.open()
-    assert len(again.earlier().answers) == 10
-    again.close()
+    assert read_journal() == 10
 
 
 def test_local_files_with_a_remote_journal_and_a_kill(

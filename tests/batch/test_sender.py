@@ -16,7 +16,7 @@ from airflow_provider_vllm.batch.ahead import Direct
 from airflow_provider_vllm.batch.endpoint import Endpoint
 from airflow_provider_vllm.batch.journal import Journal
 from airflow_provider_vllm.batch.replies import GAP
-from airflow_provider_vllm.batch.reply import Fault, Kind, Reply
+from airflow_provider_vllm.batch.reply import Kind, Reply
 from airflow_provider_vllm.batch.row import Row
 from airflow_provider_vllm.batch.rows import RowMaker
 from airflow_provider_vllm.batch.sender import REFILL_S, Sender
@@ -222,7 +222,7 @@ def test_a_batch_that_has_failed_needs_no_server(tmp_path: Path) -> None:
     assert isinstance(row, Row) and isinstance(other, Row)
     sender._waiting.alone, sender.stats.in_flight = row, 1
     sender._waiting.put_back(other)
-    sender._client = Losing(Reply(row, 0, fault=Fault.BROKEN, message="reset"))  # type: ignore[assignment]
+    sender._client = Losing(Reply(row, 0, fault=Kind.DOUBTFUL, message="reset"))  # type: ignore[assignment]
     sender._give_up("it died")
     assert isinstance(sender._ledger.verdict, TooManyErrors)
     assert sender.events.empty()
